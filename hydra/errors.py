@@ -1,0 +1,73 @@
+"""The one tree of errors that hydra raises on purpose.
+
+    HydraError                 exit code 1
+    ├── ConfigError            2   hydra.toml, environment or command line cannot be used
+    ├── LibraryError           3   llama.cpp's shared libraries are missing, wrong or of another version
+    ├── DeviceError            4   a compute device is missing, out of memory or failed
+    ├── PeerError              5   something about the other box
+    │   ├── PeerUnreachable    5   nobody answers there
+    │   └── VersionMismatch    5   both ends work, but not with each other
+    ├── ProtocolError          6   bytes on the wire that the protocol does not allow
+    ├── ModelError             7   a GGUF file that cannot be read, split or fitted
+    ├── EngineError            8   the engine child failed
+    └── RequestError           9   one request cannot be served (bad parameters, context full)
+
+Every error is a message (what happened, with the numbers) and a hint (what to do). Foreign errors are translated once, at
+the boundary, with ``raise … from``. Only ``hydra.cli`` turns them into exit codes; nothing here prints or exits.
+"""
+
+from __future__ import annotations
+
+
+class HydraError(Exception):
+    """Base of all errors that a user may see: one line of what happened, one of what to do."""
+
+    exit_code = 1
+
+    def __init__(self, message: str, hint: str = "") -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+    def __str__(self) -> str:
+        return f"{self.message} {self.hint}".rstrip()
+
+
+class ConfigError(HydraError):
+    exit_code = 2
+
+
+class LibraryError(HydraError):
+    exit_code = 3
+
+
+class DeviceError(HydraError):
+    exit_code = 4
+
+
+class PeerError(HydraError):
+    exit_code = 5
+
+
+class PeerUnreachable(PeerError):
+    pass
+
+
+class VersionMismatch(PeerError):
+    pass
+
+
+class ProtocolError(HydraError):
+    exit_code = 6
+
+
+class ModelError(HydraError):
+    exit_code = 7
+
+
+class EngineError(HydraError):
+    exit_code = 8
+
+
+class RequestError(HydraError):
+    exit_code = 9
