@@ -1,8 +1,8 @@
 """Reads hydra.toml, the HYDRA_* environment and command-line overrides into one frozen, checked Config.
 
-Knows nothing of models, devices or the network: what can be said from the text alone is said here, once, as a ConfigError
-that names the key, its line and the mend. hydra/keys.py holds the keys. Precedence: command line > environment > file >
-default; Config.origins remembers which one won for each key.
+Knows nothing of models, devices or the network: what can be said from the text alone is said here, once, as a
+ConfigError that names the key, its line and the mend. hydra/keys.py holds the keys. Precedence: command line >
+environment > file > default; Config.origins remembers which one won for each key.
 """
 
 from __future__ import annotations
@@ -75,8 +75,9 @@ class Config:
         for node in self.nodes:
             if node.name == name:
                 return node
+        names = [node.name for node in self.nodes]
         raise ConfigError(f"There is no node {name!r} in {self.path}.",
-                          f"Its nodes are: {', '.join(n.name for n in self.nodes)}.{_suggest(name, [n.name for n in self.nodes])}")
+                          _suggest(name, names) or f"Its nodes are: {', '.join(names)}.")
 
     def values(self, *, secrets: bool = False) -> dict[str, Any]:
         """Every key and its value, flat, in order; secrets are masked unless asked for."""
@@ -155,7 +156,8 @@ def check_split(config: Config, n_layer: int, n_nextn: int = 0) -> dict[str, int
     head = config.head_node.name
     if auto:
         if total > n_layer:
-            raise ConfigError(f"The split has more layers than the model: {told} = {total}, the model has {n_layer} ({where}).",
+            raise ConfigError(f"The split has more layers than the model: {told} = {total}, the model has {n_layer} "
+                              f"({where}).",
                               f"Lower them to at most {n_layer} together; {auto[0]} is auto and takes the rest.")
         split[auto[0]] = n_layer - total
     elif n_nextn and total == n_layer + n_nextn and split[head] >= n_nextn:
@@ -163,9 +165,9 @@ def check_split(config: Config, n_layer: int, n_nextn: int = 0) -> dict[str, int
     elif total != n_layer:
         blocks = f" (or {n_layer + n_nextn} with its MTP block, counted on {head})" if n_nextn else ""
         off = n_layer - total
-        mend = f"{abs(off)} {'are missing' if off > 0 else 'are too many'}"
-        raise ConfigError(f"The split does not add up: {told} = {total}, the model has {n_layer} layers{blocks} ({where}).",
-                          f"{mend}: change one of the numbers, or write layers = \"auto\" on one node.")
+        mend = f"{abs(off)} too {'few' if off > 0 else 'many'}"
+        raise ConfigError(f"The split does not add up: {told} = {total}, the model has {n_layer} layers{blocks} "
+                          f"({where}).", f"{mend}: change one of the numbers, or write layers = \"auto\" on one node.")
     return split
 
 
@@ -180,11 +182,13 @@ class _Reader:
         try:
             self.text = file.read_bytes().decode("utf-8")
         except FileNotFoundError:
-            raise ConfigError(f"{file} does not exist.", "Copy hydra.toml.example there, or name another with --config FILE.") from None
+            raise ConfigError(f"{file} does not exist.",
+                              "Copy hydra.toml.example there, or name another with --config FILE.") from None
         except UnicodeDecodeError as error:
             raise ConfigError(f"{file} is not UTF-8 text (byte {error.start}).", "Save it as UTF-8.") from error
         except OSError as error:
-            raise ConfigError(f"{file} cannot be read: {error.strerror}.", "Check the path and its permissions.") from error
+            raise ConfigError(f"{file} cannot be read: {error.strerror}.",
+                              "Check the path and its permissions.") from error
         try:
             self.data = tomllib.loads(self.text)
         except tomllib.TOMLDecodeError as error:
@@ -202,7 +206,8 @@ class _Reader:
         for table, cls in TABLES.items():
             value = self.data.get(table, {})
             if not isinstance(value, dict):
-                raise self._fault((table,), f"{table} must be a table, not {_kind_name(value)}", f"Write [{table}] and its keys below it.")
+                raise self._fault((table,), f"{table} must be a table, not {_kind_name(value)}",
+                                  f"Write [{table}] and its keys below it.")
             built[table] = self._table(cls, value, (table,), table, f"[{table}]", f"HYDRA_{table.upper()}_")
         nodes = self._nodes()
         self._check_leftovers(nodes)
@@ -213,7 +218,8 @@ class _Reader:
 
     # ---- one table -----------------------------------------------------------------------------------------------
 
-    def _table(self, cls: type, given: dict[str, Any], at: tuple[Any, ...], dotted: str, shown: str, prefix: str) -> Any:
+    def _table(self, cls: type, given: dict[str, Any], at: tuple[Any, ...], dotted: str, shown: str,
+               prefix: str) -> Any:
         keys = keys_of(cls)
         for name in given:
             if name not in keys:
@@ -235,7 +241,7 @@ class _Reader:
             else:
                 self.origins[full] = DEFAULT
                 if key.kind == "path":
-                    values[name] = self._path(next(f.default for f in dataclasses.fields(cls) if f.name == name))
+                    values[name] = self._path(str(getattr(cls, name)))
                 continue
             text = origin in ("command line", variable) and isinstance(raw, str)
             values[name] = self._value(_parse(raw, key) if text else raw, key, where)
@@ -269,6 +275,8 @@ class _Reader:
             value = tuple(value)
         elif not isinstance(value, str):
             raise refuse("a text in quotes")
+        if key.required and value == "":
+            raise refuse("given")
         if key.kind == "path":
             return self._path(value)
         if key.choices and value not in key.choices:
@@ -277,15 +285,13 @@ class _Reader:
             raise refuse(f"at least {key.low:g}")
         if key.high is not None and value > key.high:
             raise refuse(f"at most {key.high:g}")
-        if key.required and value == "":
-            raise refuse("given")
         return value
 
     def _path(self, value: str) -> str:
         """~ is the home; a relative path counts from the file that names it, not from where the command was typed."""
         if not value:
             return ""
-        return str((self.file.absolute().parent / Path(value).expanduser()))
+        return str(self.file.absolute().parent / Path(value).expanduser())
 
     # ---- nodes -----------------------------------------------------------------------------------------------------
 
@@ -294,7 +300,8 @@ class _Reader:
         if not isinstance(listed, list) or not all(isinstance(item, dict) for item in listed):
             raise self._fault(("nodes",), "nodes must be a list of tables", "Write one [[nodes]] for each box.")
         if not listed:
-            raise ConfigError(f"{self.file} has no nodes.", "Write one [[nodes]] for each box, one of them with role = \"head\".")
+            raise ConfigError(f"{self.file} has no nodes.",
+                              "Write one [[nodes]] for each box, one of them with role = \"head\".")
         nodes: list[NodeConfig] = []
         for index, given in enumerate(listed):
             name = given.get("name")
@@ -304,7 +311,8 @@ class _Reader:
                                   "Letters, digits, - and _ only.")
             for other, earlier in enumerate(nodes):
                 if earlier.name == name:
-                    raise self._fault(("nodes", index, "name"), f"Two nodes have the name {name!r} (the other: {self._place(('nodes', other, 'name'))})",
+                    raise self._fault(("nodes", index, "name"), f"Two nodes have the name {name!r} "
+                                      f"(the other: {self._place(('nodes', other, 'name'))})",
                                       "Give each box a name of its own.")
             prefix = f"HYDRA_NODES_{_env_name(label)}_"
             node = self._table(NodeConfig, given, ("nodes", index), f"nodes.{label}", f"[[nodes]] {label}:", prefix)
@@ -328,18 +336,22 @@ class _Reader:
         elif host.startswith("[") or (host.count(":") == 1):
             fault, mend = "has a port in it", "Write the port in its own key: port = 50052."
         elif host in ("0.0.0.0", "::"):
-            fault, mend = "is not the address of a box", "Write the address by which the other box reaches this one; bind = \"0.0.0.0\" is what listens everywhere."
+            fault = "is not the address of a box"
+            mend = "Write the address by which the other box reaches it; to listen everywhere, bind = \"0.0.0.0\"."
         if fault:
             raise self._fault(("nodes", index, "host"), f"[[nodes]] {node.name}: host {host!r} {fault}", mend)
-        if node.role == "head" and ("port" in self.data["nodes"][index] or "bind" in self.data["nodes"][index]):
-            which = "port" if "port" in self.data["nodes"][index] else "bind"
-            raise self._fault(("nodes", index, which), f"[[nodes]] {node.name}: {which} is a key of peers, and this node is the head",
-                              "The head's API is set by [head] api_host and api_port.")
+        for which in ("port", "bind"):
+            if node.role == "head" and which in self.data["nodes"][index]:
+                raise self._fault(("nodes", index, which),
+                                  f"[[nodes]] {node.name}: {which} is a key of peers, and this node is the head",
+                                  "The head's API is set by [head] api_host and api_port.")
 
     def _check_addresses(self, config: Config) -> None:
         seen: dict[tuple[str, int], str] = {}
         names = [node.name for node in config.nodes]
-        head_hosts = {config.head.api_host, config.head_node.host} if config.head.api_host in ("0.0.0.0", "::") else {config.head.api_host}
+        head_hosts = {config.head.api_host}
+        if config.head.api_host in ("0.0.0.0", "::"):
+            head_hosts.add(config.head_node.host)
         for host in head_hosts:
             seen[_same_host(host), config.head.api_port] = f"the API of {config.head_node.name} ([head] api_port)"
         for node in config.peers:
@@ -359,10 +371,12 @@ class _Reader:
     def _check_whole(self, config: Config) -> None:
         model = config.model
         if model.ubatch_size > model.batch_size:
-            raise self._fault(("model", "ubatch_size"), f"[model] ubatch_size {model.ubatch_size} is larger than batch_size {model.batch_size}",
+            raise self._fault(("model", "ubatch_size"),
+                              f"[model] ubatch_size {model.ubatch_size} is larger than batch_size {model.batch_size}",
                               "Lower ubatch_size or raise batch_size.")
         if model.flash_attn == "off" and model.cache_type_v not in ("f32", "f16", "bf16"):
-            raise self._fault(("model", "cache_type_v"), f"[model] cache_type_v = {model.cache_type_v!r} needs flash attention, and flash_attn is off",
+            raise self._fault(("model", "cache_type_v"),
+                              f"[model] cache_type_v = {model.cache_type_v!r} needs flash attention, which is off",
                               "Set flash_attn = \"on\" or cache_type_v = \"f16\".")
 
     def _check_leftovers(self, nodes: tuple[NodeConfig, ...]) -> None:
@@ -485,7 +499,7 @@ def _bracket(table: str, value: Any) -> str:
 
 
 def _kind_name(value: Any) -> str:
-    names = {bool: "true/false", int: "a whole number", float: "a number", str: "a text", list: "a list", dict: "a table"}
+    names = {int: "a whole number", float: "a number", str: "a text", list: "a list", dict: "a table"}
     if isinstance(value, bool):
         return "true" if value else "false"
     return names.get(type(value), type(value).__name__)

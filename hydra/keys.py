@@ -46,7 +46,7 @@ class ModelConfig:
 
     path: str = _key("", "path", "The GGUF file on the head box (of a split model, the first part).",
                      required=True, local=True)
-    ctx_size: int = _key(4096, "int", "Context in tokens, all slots together (llama.cpp: -c). 0 = the model's own.", low=0)
+    ctx_size: int = _key(4096, "int", "Context in tokens, all slots together (-c). 0 = the model's own.", low=0)
     batch_size: int = _key(2048, "int", "Most tokens of one logical batch (-b).", low=1)
     ubatch_size: int = _key(512, "int", "Most tokens computed at once (-ub).", low=1)
     cache_type_k: str = _key("f16", "str", "Type of the K cache (-ctk).", choices=CACHE_TYPES)
@@ -55,7 +55,7 @@ class ModelConfig:
     flash_attn: str = _key("auto", "switch", "Flash attention (-fa): on, off or auto.", choices=("on", "off", "auto"))
     parallel: int = _key(1, "int", "Requests served at the same time (-np); they share ctx_size.", low=1, high=64)
     threads: int = _key(0, "int", "CPU threads of the head (-t). 0 = as many as there are physical cores.", low=0)
-    use_extra_bufts: bool = _key(True, "bool", "Let the CPU repack weights: faster, and rounds differently from a peer.")
+    use_extra_bufts: bool = _key(True, "bool", "Let the CPU repack weights: faster, rounds differently from a peer.")
 
 
 @dataclass(frozen=True)
@@ -92,8 +92,8 @@ class PeerConfig:
     """[peer]"""
 
     max_connections: int = _key(4, "int", "Head connections at a time; one more is refused at once.", low=1, high=64)
-    allow: tuple[str, ...] = _key((), "list", "Addresses or networks that may connect, besides the nodes and loopback.")
-    cache_dir: str = _key("", "path", "Where received weights are kept for the next load. Empty = not kept.", local=True)
+    allow: tuple[str, ...] = _key((), "list", "Addresses or networks that may connect besides nodes and loopback.")
+    cache_dir: str = _key("", "path", "Where received weights are kept for the next load. Empty = nowhere.", local=True)
     cache_max_gib: float = _key(40.0, "float", "Size limit of cache_dir; the longest unused go first.", low=0.001)
     model_path: str = _key("", "path", "The same GGUF on the peer box, if it has one: its weights then never cross.",
                            local=True)
