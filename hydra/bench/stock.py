@@ -1,0 +1,130 @@
+"""The stock C++ RPC server as a child process: what every hydra peer is measured against.
+
+The server is in the shared library that hydra uses anyway (``ggml_backend_rpc_start_server``), so the two are compared with
+the same kernels and need no extra build. It runs in a process of its own because it never returns, serves one client at
+a time, and aborts on a malformed message. Knows nothing of hydra's own peer.
+
+Source: ggml/src/ggml-rpc/ggml-rpc.cpp (ggml_backend_rpc_start_server), ggml/include/ggml-backend.h.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import sys
+from pathlib import Path
+
+from hydra.bench.process import Child, die_with_parent, free_port, worker_command
+from hydra.errors import DeviceError, HydraError
+
+
+class StockServer:
+    """A running stock server; ``endpoint`` is what a head is given. Use with ``with``.
+
+    ``device`` is a ggml device name ("CPU", "CUDA0") or several joined by commas. ``cache_dir`` turns on the server's
+    own tensor cache. ``netns`` starts it inside a network namespace.
+
+    Raises: HydraError when it does not listen within ``timeout_s``.
+    """
+
+    def __init__(
+        self,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        device: str = "CPU",
+        threads: int = 2,
+        cache_dir: Path | None = None,
+        netns: str | None = None,
+        timeout_s: float = 60.0,
+    ) -> None:
+        self.host = host
+        self.port = port or free_port()
+        arguments = ["--endpoint", self.endpoint, "--device", device, "--threads", str(threads)]
+        if cache_dir is not None:
+            cache_dir.mkdir(parents=True, exist_ok=True)
+            arguments += ["--cache-dir", str(cache_dir)]
+        self._child = Child(worker_command("stock", arguments), netns=netns)
+        try:
+            self._child.wait_listening(self.port, timeout_s)
+        except HydraError:
+            self._child.close()
+            raise
+
+    @property
+    def endpoint(self) -> str:
+        return f"{self.host}:{self.port}"
+
+    @property
+    def pid(self) -> int:
+        return self._child.pid
+
+    def log_tail(self) -> str:
+        return self._child.log_tail()
+
+    def close(self) -> None:
+        self._child.close()
+
+    def __enter__(self) -> StockServer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _library_dir() -> Path:
+    import importlib.util, os
+    if os.environ.get("LLAMA_CPP_LIB_PATH"):
+        return Path(os.environ["LLAMA_CPP_LIB_PATH"])
+    return Path(importlib.util.find_spec("llama_cpp").origin).parent / "lib"
+
+
+def serve(endpoint: str, devices: list[str], threads: int, cache_dir: str | None) -> None:
+    """Run the stock server in this process; returns only when it cannot start.
+
+    Raises: DeviceError when a device does not exist, LibraryError when llama.cpp's libraries are not found.
+    """
+    folder = _library_dir()
+    # The .so.0 names are the ones that the libraries themselves link to; any other name opens a second, empty registry.
+    ggml = ctypes.CDLL(str(folder / "libggml.so.0"), mode=ctypes.RTLD_GLOBAL)
+    rpc = ctypes.CDLL(str(folder / "libggml-rpc.so.0"), mode=ctypes.RTLD_GLOBAL)
+    ggml.ggml_backend_dev_by_name.restype = ctypes.c_void_p
+    ggml.ggml_backend_dev_by_name.argtypes = [ctypes.c_char_p]
+    rpc.ggml_backend_rpc_start_server.restype = None
+    rpc.ggml_backend_rpc_start_server.argtypes = [
+        ctypes.c_char_p,
+        ctypes.c_char_p,
+        ctypes.c_size_t,
+        ctypes.c_size_t,
+        ctypes.POINTER(ctypes.c_void_p),
+    ]
+    handles = (ctypes.c_void_p * len(devices))()
+    for index, name in enumerate(devices):
+        handle = ggml.ggml_backend_dev_by_name(name.encode())
+        if not handle:
+            raise DeviceError(f"llama.cpp has no device named {name!r} here.", "Give a name that `hydra doctor` lists.")
+        handles[index] = handle
+    rpc.ggml_backend_rpc_start_server(
+        endpoint.encode(), cache_dir.encode() if cache_dir else None, threads, len(devices), handles
+    )
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Entry point of the child process; returns its exit status."""
+    parser = argparse.ArgumentParser(prog="hydra.bench.stock")
+    parser.add_argument("--endpoint", required=True)
+    parser.add_argument("--device", default="CPU")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--cache-dir")
+    options = parser.parse_args(arguments)
+    die_with_parent()
+    try:
+        serve(options.endpoint, options.device.split(","), options.threads, options.cache_dir)
+    except HydraError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    print(f"The stock server could not serve {options.endpoint}.", file=sys.stderr)
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
