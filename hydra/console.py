@@ -1,0 +1,223 @@
+"""The only place that draws on a terminal: log lines, progress, tables, errors.
+
+Knows nothing of what it shows. Results go to stdout, everything else to stderr; colour and bars only where the stream
+is a terminal (rich honours NO_COLOR, TERM=dumb and COLUMNS). rich is imported when something is drawn, so that
+`hydra --help` stays quick.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress
+
+LINE_EVERY_S = 2.0  # progress where there is no terminal: a line at most this often
+
+
+@lru_cache(maxsize=1)
+def err() -> Console:
+    """The console on stderr; one for the process, so that log lines do not tear a bar."""
+    from rich.console import Console
+
+    return Console(stderr=True, highlight=False, markup=False, emoji=False)
+
+
+def result(text: str) -> None:
+    """One line of a command's result, on stdout as it is."""
+    print(text, flush=True)
+
+
+def result_json(value: Mapping[str, Any]) -> None:
+    """The one JSON object of `--json`, on a line of its own."""
+    print(json.dumps(value, ensure_ascii=False), flush=True)
+
+
+def write(text: str) -> None:
+    """A piece of an answer as it streams, on stdout."""
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def note(text: str) -> None:
+    """One line for the person at the terminal, on stderr."""
+    err().print(text, soft_wrap=True)
+
+
+def error(message: str, hint: str = "") -> None:
+    """What happened, and on a line of its own what to do."""
+    from rich.text import Text
+
+    one = " ".join(message.split())
+    err().print(Text.assemble(("error: ", "bold red"), one), soft_wrap=True)
+    if hint:
+        err().print(Text.assemble(("hint:  ", "bold"), " ".join(hint.split())), soft_wrap=True)
+
+
+def table(columns: Sequence[str], rows: Sequence[Sequence[Any]], *, stderr: bool = False) -> None:
+    """A left-aligned table without borders; cells fold where the terminal is narrow, and never in a pipe."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = err() if stderr else Console(highlight=False, markup=False, emoji=False)
+    if not console.is_terminal:
+        cells = [[str(cell) for cell in row] for row in (columns, *rows)]
+        widths = [max(len(cell_row[index]) for cell_row in cells) for index in range(len(columns))]
+        for cell_row in cells:
+            line = "  ".join(cell.ljust(width) for cell, width in zip(cell_row, widths, strict=True)).rstrip()
+            print(line, file=sys.stderr if stderr else sys.stdout, flush=True)
+        return
+    drawn = Table(box=None, pad_edge=False, header_style="bold", show_edge=False)
+    for column in columns:
+        drawn.add_column(column, overflow="fold")
+    for row in rows:
+        drawn.add_row(*[Text(str(cell)) for cell in row])
+    console.print(drawn)
+
+
+# ---- log -----------------------------------------------------------------------------------------------------------
+
+LEVELS = {"DEBUG": "dim", "INFO": "green", "WARNING": "yellow", "ERROR": "red", "CRITICAL": "bold red"}
+
+
+class _Handler(logging.Handler):
+    """level, time, node, message; or one JSON object a line."""
+
+    def __init__(self, node: str, as_json: bool) -> None:
+        super().__init__()
+        self.node = node
+        self.as_json = as_json
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            message = " ".join(record.getMessage().split())
+            node = getattr(record, "node", self.node)
+            if self.as_json:
+                stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z"
+                print(json.dumps({"level": record.levelname.lower(), "time": stamp, "node": node, "logger": record.name,
+                                  "message": message}, ensure_ascii=False), file=sys.stderr, flush=True)
+            else:
+                from rich.text import Text
+
+                stamp = time.strftime("%H:%M:%S", time.localtime(record.created))
+                line = Text.assemble((f"{record.levelname.lower():<7}", LEVELS.get(record.levelname, "")), f" {stamp} ",
+                                     (node, "bold"), f" {message}")
+                err().print(line, soft_wrap=True)
+            if record.exc_info:
+                print(logging.Formatter().formatException(record.exc_info), file=sys.stderr, flush=True)
+        except Exception:
+            self.handleError(record)
+
+
+def log_to_stderr(node: str, *, debug: bool = False, as_json: bool = False) -> None:
+    """Send the log of this process to stderr. Replaces what an earlier call set up."""
+    root = logging.getLogger()
+    for old in [handler for handler in root.handlers if isinstance(handler, _Handler)]:
+        root.removeHandler(old)
+    root.addHandler(_Handler(node, as_json))
+    root.setLevel(logging.DEBUG if debug else logging.INFO)
+    for chatty in ("httpx", "httpcore", "uvicorn.access", "asyncio"):
+        logging.getLogger(chatty).setLevel(logging.WARNING)
+
+
+# ---- progress ------------------------------------------------------------------------------------------------------
+
+
+def bytes_text(count: float) -> str:
+    """1234567 → 1.2 MB (powers of ten, as link speeds are)."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if abs(count) < 1000 or unit == "GB":
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    raise AssertionError
+
+
+def seconds_text(seconds: float) -> str:
+    """75 → 1:15."""
+    whole = max(0, round(seconds))
+    return f"{whole // 60}:{whole % 60:02d}"
+
+
+class Loading:
+    """Load progress: a bar on a terminal, otherwise a log line now and then."""
+
+    def __init__(self, logger: logging.Logger, clock: Any = time.monotonic) -> None:
+        self._log = logger
+        self._clock = clock
+        self._bar: Progress | None = None
+        self._last_s = float("-inf")
+        self._last_stage = ""
+
+    def update(self, stage: str, *, node: str = "", layers_done: int = 0, layers_total: int = 0, bytes_done: int = 0,
+               bytes_total: int = 0, eta_s: float | None = None) -> None:
+        """The newest state of the load, as the engine's progress frames have it."""
+        said = describe(stage, node=node, layers_done=layers_done, layers_total=layers_total, bytes_done=bytes_done,
+                        bytes_total=bytes_total, eta_s=eta_s)
+        if err().is_terminal:
+            self._draw(said, bytes_done, bytes_total)
+            return
+        now = self._clock()
+        if stage != self._last_stage or now - self._last_s >= LINE_EVERY_S:
+            self._last_s, self._last_stage = now, stage
+            self._log.info("%s", said)
+
+    def _draw(self, said: str, done: int, total: int) -> None:
+        from rich.progress import BarColumn, Progress, TextColumn
+
+        if self._bar is None:
+            self._bar = Progress(TextColumn("{task.description}"), BarColumn(bar_width=None),
+                                 TextColumn("{task.percentage:>3.0f} %"), console=err(), transient=True)
+            self._bar.add_task(said, total=None)
+            self._bar.start()
+        self._bar.update(self._bar.task_ids[0], description=said, total=total or None, completed=done)
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+    def __enter__(self) -> Loading:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def describe(stage: str, *, node: str = "", layers_done: int = 0, layers_total: int = 0, bytes_done: int = 0,
+             bytes_total: int = 0, eta_s: float | None = None) -> str:
+    """`loading mini · 12/25 layers · 3.2/8.1 GB · 0:41 left`."""
+    parts = [f"{stage} {node}".strip()]
+    if layers_total:
+        parts.append(f"{layers_done}/{layers_total} layers")
+    if bytes_total:
+        parts.append(f"{bytes_text(bytes_done)} of {bytes_text(bytes_total)}")
+    if eta_s is not None:
+        parts.append(f"{seconds_text(eta_s)} left")
+    return " · ".join(parts)
+
+
+@contextmanager
+def waiting(logger: logging.Logger) -> Iterator[Any]:
+    """A line that is redrawn while something is waited for: `say(text)`; off a terminal, a log line when it changes or
+    every ten seconds."""
+    if err().is_terminal:
+        with err().status("", spinner="dots") as status:
+            yield status.update
+        return
+    last = [0.0]
+
+    def say(text: str) -> None:
+        if time.monotonic() - last[0] >= 10.0 or not last[0]:
+            last[0] = time.monotonic()
+            logger.info("%s", text)
+
+    yield say
