@@ -1,4 +1,4 @@
-"""Is the llama-cpp-python of this environment the one that hydra needs? Exit status 0 if so, else one line says why not.
+"""Is the llama-cpp-python of this environment the one that hydra needs? Exit status 0 if so, else one line says why.
 
     python check_llama.py VERSION cpu|cuda
 

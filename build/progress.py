@@ -2,10 +2,10 @@
 
     python3 progress.py --what "llama.cpp" --log build.log -- COMMAND [ARGUMENT …]
 
-Progress comes from ninja's ``[n/m]`` line starts. On a terminal the line redraws itself every second; elsewhere a new line
-appears every 15 s, also while nothing is printed (a CUDA file can compile for minutes). The exit status is the command's; on
-failure the last lines of the log are shown with the log's name. Knows nothing of what is built. Standard library only: it
-runs before anything is installed.
+Progress comes from ninja's ``[n/m]`` line starts. On a terminal the line redraws itself every second; elsewhere a new
+line appears every 15 s, also while nothing is printed (a CUDA file can compile for minutes). The exit status is the
+command's; on failure the last lines of the log are shown with the log's name. Knows nothing of what is built. Standard
+library only: it runs before anything is installed.
 """
 
 from __future__ import annotations
