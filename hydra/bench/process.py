@@ -1,7 +1,7 @@
 """Child processes of the benchmarks: start, know when they listen, weigh them, and stop them within a bound.
 
-Knows nothing of ggml or of what a child does. A child that outlives its benchmark would spoil every later figure, so each is
-asked to die with its parent (PR_SET_PDEATHSIG, in the child itself) and is killed when asking does not help.
+Knows nothing of ggml or of what a child does. A child that outlives its benchmark would spoil every later figure, so
+each is asked to die with its parent (PR_SET_PDEATHSIG, in the child itself) and is killed when asking does not help.
 
 Rules: proc(5) for VmRSS, VmHWM, clear_refs and net/tcp.
 """
@@ -37,7 +37,7 @@ def die_with_parent() -> None:
 
 
 def worker_command(name: str, arguments: Sequence[str]) -> list[str]:
-    """The command line that runs ``hydra.bench.<name>`` as a process of its own, from a checkout or from the frozen binary."""
+    """The command line that runs ``hydra.bench.<name>`` as a process, from a checkout or from the frozen binary."""
     if getattr(sys, "frozen", False):
         return [sys.executable, "bench", "worker", name, *arguments]
     return [sys.executable, "-m", f"hydra.bench.{name}", *arguments]
@@ -53,7 +53,7 @@ def free_port(host: str = "127.0.0.1") -> int:
 
 @dataclass(frozen=True)
 class Memory:
-    """Resident memory of a set of processes, in bytes; ``peak_bytes`` is the kernel's own high-water mark (VmHWM), summed."""
+    """Resident memory of some processes; ``peak_bytes`` is the sum of the kernel's high-water marks (VmHWM)."""
 
     rss_bytes: int
     peak_bytes: int
@@ -72,7 +72,7 @@ def process_tree(pid: int) -> list[int]:
 
 
 def memory_of(pids: Sequence[int]) -> Memory:
-    """Sum of resident, peak resident and anonymous resident memory of ``pids``; processes that have gone count nothing."""
+    """Resident, peak resident and anonymous memory of ``pids``, summed; processes that have gone count nothing."""
     total = {"VmRSS": 0, "VmHWM": 0, "RssAnon": 0}
     for pid in pids:
         with contextlib.suppress(OSError):
@@ -147,7 +147,7 @@ class Child:
     """One child process with its output in a temporary file, ended at the latest by ``close``."""
 
     def __init__(self, command: Sequence[str], *, netns: str | None = None, env: dict[str, str] | None = None) -> None:
-        self._log: IO[bytes] = tempfile.TemporaryFile()
+        self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 (closed by close())
         full = ["ip", "netns", "exec", netns, *command] if netns else list(command)
         environment = dict(os.environ)
         if not getattr(sys, "frozen", False):
@@ -176,7 +176,8 @@ class Child:
     def wait_listening(self, port: int, timeout_s: float = 30.0) -> None:
         """Return when the child's network namespace has a listener on ``port``.
 
-        Looks in /proc instead of connecting: the stock server serves its clients one after another, and a probe would be one.
+        Looks in /proc instead of connecting: the stock server serves its clients one after another, and a probe would
+        be one.
 
         Raises: HydraError when the child ends first or the time is up.
         """

@@ -1,8 +1,8 @@
 """A peer that receives a model and throws it away: the floor of a load, which is the stock client's own cost.
 
-Speaks just enough ggml-RPC 7.0 for a client to load a model and open a context: sizes and addresses are made up, tensors are
-read from the socket and dropped, graphs are ignored and every read answers zeros. It owns no device and never
-loads a library, so what a load against it takes is what the client alone takes. ``found`` decides the answer to
+Speaks just enough ggml-RPC 7.0 for a client to load a model and open a context: sizes and addresses are made up,
+tensors are read from the socket and dropped, graphs are ignored and every read answers zeros. It owns no device and
+never loads a library, so what a load against it takes is what the client alone takes. ``found`` decides the answer to
 SET_TENSOR_HASH: "no" for a cold load, "yes" for the client's own hashing speed.
 
 Never to be used as a peer: everything it computes is zero.
@@ -167,7 +167,7 @@ def _serve_one(sock: socket.socket, found: bool) -> None:
         try:
             _Session(sock, found).serve()
         except ProtocolError as error:
-            print(error, file=sys.stderr, flush=True)
+            sys.stderr.write(f"{error}\n")
 
 
 def main(arguments: list[str] | None = None) -> int:

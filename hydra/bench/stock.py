@@ -1,8 +1,8 @@
 """The stock C++ RPC server as a child process: what every hydra peer is measured against.
 
-The server is in the shared library that hydra uses anyway (``ggml_backend_rpc_start_server``), so the two are compared with
-the same kernels and need no extra build. It runs in a process of its own because it never returns, serves one client at
-a time, and aborts on a malformed message. Knows nothing of hydra's own peer.
+The server is in the shared library that hydra uses anyway (``ggml_backend_rpc_start_server``), so the two are
+compared with the same kernels and need no extra build. It runs in a process of its own because it never returns,
+serves one client at a time, and aborts on a malformed message. Knows nothing of hydra's own peer.
 
 Source: ggml/src/ggml-rpc/ggml-rpc.cpp (ggml_backend_rpc_start_server), ggml/include/ggml-backend.h.
 """
@@ -71,24 +71,16 @@ class StockServer:
         self.close()
 
 
-def _library_dir() -> Path:
-    import importlib.util, os
-    if os.environ.get("LLAMA_CPP_LIB_PATH"):
-        return Path(os.environ["LLAMA_CPP_LIB_PATH"])
-    return Path(importlib.util.find_spec("llama_cpp").origin).parent / "lib"
-
-
 def serve(endpoint: str, devices: list[str], threads: int, cache_dir: str | None) -> None:
     """Run the stock server in this process; returns only when it cannot start.
 
     Raises: DeviceError when a device does not exist, LibraryError when llama.cpp's libraries are not found.
     """
-    folder = _library_dir()
-    # The .so.0 names are the ones that the libraries themselves link to; any other name opens a second, empty registry.
-    ggml = ctypes.CDLL(str(folder / "libggml.so.0"), mode=ctypes.RTLD_GLOBAL)
-    rpc = ctypes.CDLL(str(folder / "libggml-rpc.so.0"), mode=ctypes.RTLD_GLOBAL)
-    ggml.ggml_backend_dev_by_name.restype = ctypes.c_void_p
-    ggml.ggml_backend_dev_by_name.argtypes = [ctypes.c_char_p]
+    # Imported here: the parent needs none of it.
+    from hydra.ggml.library import load
+
+    ggml = load()
+    rpc = ctypes.CDLL(str(ggml.directory / "libggml-rpc.so.0"), mode=ctypes.RTLD_GLOBAL)
     rpc.ggml_backend_rpc_start_server.restype = None
     rpc.ggml_backend_rpc_start_server.argtypes = [
         ctypes.c_char_p,
@@ -99,7 +91,7 @@ def serve(endpoint: str, devices: list[str], threads: int, cache_dir: str | None
     ]
     handles = (ctypes.c_void_p * len(devices))()
     for index, name in enumerate(devices):
-        handle = ggml.ggml_backend_dev_by_name(name.encode())
+        handle = ggml.registry.ggml_backend_dev_by_name(name.encode())
         if not handle:
             raise DeviceError(f"llama.cpp has no device named {name!r} here.", "Give a name that `hydra doctor` lists.")
         handles[index] = handle
@@ -120,9 +112,9 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         serve(options.endpoint, options.device.split(","), options.threads, options.cache_dir)
     except HydraError as error:
-        print(error, file=sys.stderr)
+        sys.stderr.write(f"{error}\n")
         return error.exit_code
-    print(f"The stock server could not serve {options.endpoint}.", file=sys.stderr)
+    sys.stderr.write(f"The stock server could not serve {options.endpoint}.\n")
     return 1
 
 
