@@ -94,13 +94,13 @@ class PeerConfig:
     max_connections: int = _key(4, "int", "Head connections at a time; one more is refused at once.", low=1, high=64)
     allow: tuple[str, ...] = _key((), "list", "Addresses or networks that may connect besides nodes and loopback.")
     cache_dir: str = _key("", "path", "Where received weights are kept for the next load. Empty = nowhere.", local=True)
-    cache_max_gib: float = _key(40.0, "float", "Size limit of cache_dir; the longest unused go first.", low=0.001)
+    cache_max_gib: float = _key(64.0, "float", "Size limit of cache_dir; the longest unused go first.", low=0.001)
     model_path: str = _key("", "path", "The same GGUF on the peer box, if it has one: its weights then never cross.",
                            local=True)
-    first_byte_s: float = _key(10.0, "float", "A connection that sends nothing is closed after this.", low=0.05)
-    hello_s: float = _key(10.0, "float", "A connection must have said HELLO by then.", low=0.05)
-    message_s: float = _key(60.0, "float", "A started message must make progress within this.", low=0.05)
-    max_inflight_bytes: int = _key(64 << 20, "int", "Received and not yet on the device, all connections together.",
+    first_byte_s: float = _key(5.0, "float", "A connection that sends nothing is closed after this.", low=0.05)
+    hello_s: float = _key(5.0, "float", "A connection must have said HELLO by then.", low=0.05)
+    message_s: float = _key(30.0, "float", "A started message must make progress within this.", low=0.05)
+    max_inflight_bytes: int = _key(256 << 20, "int", "Received and not yet on the device, all connections together.",
                                    low=1 << 20)
 
 

@@ -1,0 +1,5 @@
+"""`python -m hydra` is the `hydra` program."""
+
+from .cli import main
+
+main()
