@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
 
 from hydra import config, keys
 from hydra.errors import ConfigError
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 ROOT = Path(__file__).parent.parent
 GOOD = """\
@@ -246,6 +252,6 @@ def test_example_shows_every_key_with_its_default(tmp_path):
             shown = re.search(rf'(?m)^# {name} = ("[^"]*"|\[\]|\S+)', body)
             if shown:
                 value = getattr(defaults.nodes[0] if table == "nodes" else getattr(defaults, table), name)
-                got = config.tomllib.loads(f"x = {shown[1]}")["x"]
+                got = tomllib.loads(f"x = {shown[1]}")["x"]
                 want = Path(got).expanduser() if str(got).startswith("~") else tuple(got) if got == [] else got
                 assert str(want) == str(value) and type(got) in (type(value), list), name

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import sys
 import types
+from typing import Any
 
 import pytest
 
@@ -19,7 +20,7 @@ def package(tmp_path, monkeypatch):
         part = tmp_path / f"part{index}"
         part.write_bytes(content)
         parts.append(part)
-    fake = types.ModuleType(embedded.PACKAGE)
+    fake: Any = types.ModuleType(embedded.PACKAGE)
     fake.__file__ = str(tmp_path / "__init__.py")
     fake.MODEL_NAME = "small.gguf"
     fake.EXPECTED_SHA256 = hashlib.sha256(b"GGUFonetwo").hexdigest()

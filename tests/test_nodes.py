@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import socket
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -15,14 +17,14 @@ NAMES = {"tower.lan": frozenset({"192.168.1.10"}), "box-b": frozenset({"192.168.
          "alias": frozenset({"127.0.1.1"})}
 
 
-def make(tmp_path, head="192.168.1.10", peer="192.168.1.11", name="second"):
+def make(tmp_path: Path, head: str = "192.168.1.10", peer: str = "192.168.1.11", name: str = "second") -> config.Config:
     file = tmp_path / "hydra.toml"
     file.write_text(f'[model]\npath = "m"\n[[nodes]]\nname = "first"\nrole = "head"\nhost = "{head}"\n'
                     f'[[nodes]]\nname = "{name}"\nrole = "peer"\nhost = "{peer}"\n')
     return config.load(file, {})
 
 
-def who(cfg, name=None, env=None):
+def who(cfg: config.Config, name: str | None = None, env: dict[str, str] | None = None) -> nodes.Recognised:
     return nodes.this_node(cfg, name, env=env or {}, box=BOX, lookup=lambda host: NAMES.get(host, frozenset()))
 
 
@@ -76,7 +78,7 @@ def test_this_box_has_no_loopback():
 
 def test_resolve_is_bounded(monkeypatch):
     gate = threading.Event()
-    monkeypatch.setattr(nodes.socket, "getaddrinfo", lambda *_: gate.wait(20) and [])
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_: gate.wait(20) and [])
     assert nodes.resolve("slow", 0.05) == frozenset()
     gate.set()
     monkeypatch.undo()

@@ -60,7 +60,9 @@ def who_listens(port: int) -> Listener:
 
     try:
         for connection in psutil.net_connections("tcp"):
-            if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port and connection.pid:
+            if connection.status != psutil.CONN_LISTEN or not connection.laddr or not connection.pid:
+                continue
+            if connection.laddr.port == port:
                 process = psutil.Process(connection.pid)
                 return Listener(connection.pid, process.name(), " ".join(process.cmdline())[:120])
     except psutil.Error:
