@@ -1,0 +1,297 @@
+"""A graph from the wire to a ggml_cgraph, column by column, without a Python loop over tensors.
+
+A GRAPH_COMPUTE message is an array of 296-byte rpc_tensors; libggml wants an array of 336-byte ggml_tensors with pointers
+between them, and a ggml_cgraph over it. Both are numpy structured arrays here: columns are copied whole, ids become addresses
+with one sort and one searchsorted.
+
+Each ``Arena`` holds one graph in memory of its own that never moves: the CUDA backend keys its captured graphs by the address
+of the first node. A message like an arena's last one is compared with it, and only the rows that differ are written; addresses
+and use counts stay. Several arenas are kept per device, so that the few graphs a head alternates between (decode, the widths of
+a verify batch, a prefill ubatch) each keep theirs, and a bound on them is a bound on captured graphs.
+
+The use counts are those on the wire, never recounted: a tensor may be used by another part of the split graph, and without
+them the backends do not fuse operations. Whether a graph is one that a backend may be given is for hydra.peer.rules.
+
+Layouts: hydra.rpc.wire, hydra.ggml.abi. Source: ggml-rpc.cpp (graph_compute, create_node), ggml-impl.h (ggml_cgraph).
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+
+from hydra.errors import ProtocolError
+from hydra.ggml import abi
+from hydra.ggml.library import Ggml
+from hydra.peer.handles import HandleTable
+from hydra.peer.rules import TensorTable
+from hydra.rpc import wire
+
+MAX_ARENAS = 8
+# A message that differs from an arena's last one in more rows than this part is built anew, elsewhere if there is room.
+REWRITE_PART = 0.25
+
+_WIRE_FIELDS = ("ne", "nb", "op_params", "view_offs", "name", "type", "op", "flags")
+
+
+class Arena:
+    """Memory for one graph of n tensors and k nodes, and the graph in it.
+
+    What changed with the last message is in ``changed``: None for everything, else the rows that were rewritten.
+    """
+
+    def __init__(self, ggml: Ggml, n_nodes: int, n_tensors: int, private_layout: bool) -> None:
+        self.ggml = ggml
+        self.shape = (n_nodes, n_tensors)
+        self._private_layout = private_layout
+        self._received = abi.aligned_bytes(n_tensors * wire.TENSOR_SIZE)
+        self._words = self._received.view(np.uint64)
+        self.rows = self._received.view(wire.RPC_TENSOR)
+        self._node_ids = np.zeros(n_nodes, dtype=np.uint64)
+        self._memory = abi.aligned_bytes(n_tensors * abi.TENSOR_SIZE)
+        self.tensors = self._memory.view(abi.TENSOR)
+        self.address = int(self._memory.ctypes.data)
+        self._addresses = np.uint64(self.address) + np.arange(n_tensors, dtype=np.uint64) * np.uint64(abi.TENSOR_SIZE)
+        self.src = np.full((n_tensors, wire.MAX_SRC), -1, dtype=np.int64)
+        self.view_src = np.full(n_tensors, -1, dtype=np.int64)
+        self.buf = np.full(n_tensors, -1, dtype=np.int64)
+        self.data = np.zeros(n_tensors, dtype=np.uint64)
+        self.nodes = np.zeros(n_nodes, dtype=np.int64)
+        self._sorted_ids = np.zeros(0, dtype=np.uint64)
+        self._order = np.zeros(0, dtype=np.int64)
+        self.changed: np.ndarray | None = None
+        self.built = False
+        self.topology: bytes = b""
+        self._ctx = 0
+        self._make_graph(n_nodes, n_tensors)
+
+    def _make_graph(self, n_nodes: int, n_tensors: int) -> None:
+        if not self._private_layout:
+            self._ctx = self.ggml.context(self.ggml.ggml_graph_overhead_custom(n_nodes, False) + 1024)
+            self.graph = int(self.ggml.ggml_new_graph_custom(self._ctx, n_nodes, False))
+            return
+        # The hash of a tensor is address / 16 modulo a prime. Tensors lie 336 = 21 * 16 bytes apart and the prime is at least
+        # as large as their number and does not divide 21, so no two meet in a slot and probing is never needed.
+        size = self.ggml.ggml_hash_size(max(2 * n_tensors, 16))
+        self._slots = ((self.address >> 4) + np.arange(n_tensors, dtype=np.int64) * abi.HASH_UNIT) % size
+        self._node_addresses = np.zeros(n_nodes, dtype=np.uint64)
+        self._use_counts = np.zeros(size, dtype=np.int32)
+        self._keys = np.zeros(size, dtype=np.uint64)
+        self._used = np.zeros((size + 31) // 32 * 4, dtype=np.uint8)
+        self._cgraph = abi.CGraph(
+            size=n_nodes,
+            n_nodes=n_nodes,
+            nodes=self._node_addresses.ctypes.data,
+            use_counts=self._use_counts.ctypes.data,
+            hash_set=abi.HashSet(size, self._used.ctypes.data, self._keys.ctypes.data),
+        )
+        self.graph = ctypes.addressof(self._cgraph)
+
+    def difference(self, node_ids: np.ndarray, words: np.ndarray) -> np.ndarray | None:
+        """Rows in which a message differs from the last one here; None when it is another graph altogether."""
+        if not self.built or not np.array_equal(node_ids, self._node_ids):
+            return None
+        at = np.flatnonzero(self._words != words)
+        if not len(at):
+            return at
+        rows = at // wire.TENSOR_WORDS
+        return rows[np.flatnonzero(np.diff(rows, prepend=-1))]
+
+    def update(self, node_ids: np.ndarray, words: np.ndarray, changed: np.ndarray | None, handles: HandleTable) -> None:
+        """Writes a message in: the rows ``changed``, or (None) all of them.
+
+        Raises: ProtocolError for ids, handles or addresses that do not resolve; the arena is then not to be used again.
+        """
+        if changed is not None and len(changed):
+            new = words.view(wire.RPC_TENSOR)[changed]
+            if not np.array_equal(new["id"], self.rows["id"][changed]):
+                changed = None
+            else:
+                self.rows[changed] = new
+        if changed is None:
+            self.built = False
+            self._words[:] = words
+            self._node_ids[:] = node_ids
+            self._index_ids()
+        self.changed = changed
+        if changed is None or len(changed):
+            self._write_rows(slice(None) if changed is None else changed, handles)
+            self._write_graph(changed)
+            self.built = True
+
+    def _index_ids(self) -> None:
+        ids = self.rows["id"].copy()
+        self._order = np.argsort(ids, kind="stable")
+        self._sorted_ids = ids[self._order]
+        if len(ids) and self._sorted_ids[0] == 0:
+            raise ProtocolError("A tensor of the graph has the id 0, which means none.")
+        if (self._sorted_ids[1:] == self._sorted_ids[:-1]).any():
+            raise ProtocolError("Two tensors of the graph have the same id.")
+        self.nodes[:] = self._positions(self._node_ids, "node")
+        if len(self.nodes) and self.nodes.min() < 0:
+            raise ProtocolError("A node of the graph has the id 0, which means none.")
+
+    def _positions(self, ids: np.ndarray, what: str) -> np.ndarray:
+        """Positions of ids in the table, -1 for id 0."""
+        result = np.full(ids.shape, -1, dtype=np.int64)
+        at = np.nonzero(ids)
+        wanted = ids[at]
+        if not len(wanted):
+            return result
+        where = np.searchsorted(self._sorted_ids, wanted)
+        where[where == len(self._sorted_ids)] = 0
+        unknown = self._sorted_ids[where] != wanted
+        if unknown.any():
+            raise ProtocolError(f"The graph names {what} {int(wanted[unknown][0]):#x}, which it does not carry.")
+        result[at] = self._order[where]
+        return result
+
+    def _write_rows(self, at: slice | np.ndarray, handles: HandleTable) -> None:
+        rows = self.rows[at]
+        self.src[at] = src = self._positions(rows["src"], "source")
+        self.view_src[at] = view_src = self._positions(rows["view_src"], "view source")
+        self.buf[at], self.data[at] = buf, data = handles.resolve(rows["buffer"].copy(), rows["data"].copy())
+        none = buf < 0
+        real = handles.real_base[buf] + data
+        real[none] = 0
+        ggml_buffer = handles.ggml[buf]
+        ggml_buffer[none] = 0
+        columns = self.tensors
+        for name in _WIRE_FIELDS:
+            columns[name][at] = rows[name]
+        columns["buffer"][at] = ggml_buffer
+        columns["data"][at] = real
+        columns["src"][at] = np.where(src < 0, np.uint64(0), self._addresses[src])
+        columns["view_src"][at] = np.where(view_src < 0, np.uint64(0), self._addresses[view_src])
+
+    def _write_graph(self, changed: np.ndarray | None) -> None:
+        if not self._private_layout:
+            if changed is None:
+                self.ggml.ggml_graph_clear(self.graph)
+                for address in self._addresses[self.nodes].tolist():
+                    self.ggml.ggml_graph_add_node(self.graph, address)
+            return
+        if changed is None:
+            self._node_addresses[:] = self._addresses[self.nodes]
+            slots = self._slots[self.nodes]
+            self._use_counts[:] = 0
+            self._keys[:] = 0
+            self._use_counts[slots] = self.rows["use_count"][self.nodes]
+            self._keys[slots] = self._node_addresses
+            bits = np.zeros(len(self._used) * 8, dtype=np.uint8)
+            bits[slots] = 1
+            self._used[:] = np.packbits(bits, bitorder="little")
+        else:
+            slots = self._slots[changed]
+            is_node = self._keys[slots] != 0
+            self._use_counts[slots[is_node]] = self.rows["use_count"][changed][is_node]
+        # A number of its own for each content: the CUDA backend then need not compare the nodes with those it captured.
+        self._cgraph.uid = self.ggml.ggml_graph_next_uid()
+
+    def table(self, handles: HandleTable) -> TensorTable:
+        """The graph as the rules see it; the columns are views, good until the next update."""
+        t = self.tensors
+        return TensorTable(
+            type=t["type"].view(np.uint32),
+            ne=t["ne"],
+            nb=t["nb"],
+            op=t["op"].view(np.uint32),
+            op_params=t["op_params"],
+            flags=t["flags"],
+            src=self.src,
+            view_src=self.view_src,
+            view_offs=t["view_offs"],
+            buf=self.buf,
+            data=self.data,
+            buf_size=handles.size[: handles.count],
+            nodes=self.nodes,
+            use_count=self.rows["use_count"],
+        )
+
+    def close(self) -> None:
+        if self._ctx:
+            self.ggml.ggml_free(self._ctx)
+            self._ctx = 0
+
+
+class GraphStore:
+    """The arenas of one device of one connection, the last used one first."""
+
+    def __init__(self, ggml: Ggml, private_layout: bool, max_arenas: int = MAX_ARENAS) -> None:
+        self.ggml = ggml
+        self.private_layout = private_layout
+        self.max_arenas = max_arenas
+        self.arenas: list[Arena] = []
+        self.last: Arena | None = None
+
+    def take(self, payload: memoryview, handles: HandleTable) -> Arena:
+        """The arena that now holds the graph of a GRAPH_COMPUTE payload (everything after the 9-byte header).
+
+        Raises: ProtocolError for counts that do not match the payload, and what Arena.update raises.
+        """
+        self.last = None
+        node_ids, words, n_tensors = _parse(payload)
+        shape = (len(node_ids), n_tensors)
+        best: Arena | None = None
+        best_rows: np.ndarray | None = None
+        for arena in self.arenas:
+            if arena.shape != shape:
+                continue
+            rows = arena.difference(node_ids, words)
+            if rows is not None and (best_rows is None or len(rows) < len(best_rows)):
+                best, best_rows = arena, rows
+                if len(rows) <= REWRITE_PART * n_tensors:
+                    break
+        if best is None or best_rows is None or len(best_rows) > REWRITE_PART * n_tensors:
+            best, best_rows = self._free_arena(shape), None
+        self.arenas.remove(best)
+        best.update(node_ids, words, best_rows, handles)  # an arena that this fails in is gone, and so is the connection
+        self.arenas.insert(0, best)
+        self.last = best
+        return best
+
+    def _free_arena(self, shape: tuple[int, int]) -> Arena:
+        same = [arena for arena in self.arenas if arena.shape == shape]
+        for arena in same:
+            if not arena.built:
+                return arena
+        if len(self.arenas) >= self.max_arenas:
+            if same:
+                return same[-1]
+            self.arenas.pop().close()
+        arena = Arena(self.ggml, *shape, self.private_layout)
+        self.arenas.append(arena)
+        return arena
+
+    def forget(self) -> None:
+        """Drops every graph: a freed buffer may be part of any of them."""
+        self.last = None
+        for arena in self.arenas:
+            arena.built = False
+
+    def close(self) -> None:
+        self.last = None
+        for arena in self.arenas:
+            arena.close()
+        self.arenas.clear()
+
+
+def _parse(payload: memoryview) -> tuple[np.ndarray, np.ndarray, int]:
+    """(node ids u64[k], tensor rows as u64 words, n_tensors), copied to aligned memory."""
+    _, n_nodes = wire.GRAPH_HEAD.unpack_from(payload)
+    at = wire.GRAPH_HEAD.size + 8 * n_nodes
+    if n_nodes > wire.MAX_GRAPH_TENSORS or len(payload) < at + 4:
+        raise ProtocolError(f"GRAPH_COMPUTE announces {n_nodes} nodes in {len(payload)} bytes.")
+    (n_tensors,) = wire.U32.unpack_from(payload, at)
+    wanted = at + 4 + n_tensors * wire.TENSOR_SIZE
+    if n_tensors > wire.MAX_GRAPH_TENSORS or len(payload) != wanted:
+        raise ProtocolError(
+            f"GRAPH_COMPUTE announces {n_nodes} nodes and {n_tensors} tensors in {len(payload)} bytes; that needs {wanted}."
+        )
+    if not n_nodes or n_nodes > n_tensors:
+        raise ProtocolError(f"GRAPH_COMPUTE has {n_nodes} nodes and {n_tensors} tensors.")
+    node_ids = np.frombuffer(payload, dtype="<u8", count=n_nodes, offset=8).copy()
+    words = abi.aligned_bytes(n_tensors * wire.TENSOR_SIZE)
+    words[:] = np.frombuffer(payload, dtype=np.uint8, offset=at + 4)
+    return node_ids, words.view(np.uint64), n_tensors
