@@ -58,13 +58,16 @@ ensure_system_packages() {
 
 # --- 2. the virtual environment ---------------------------------------------------------------------------------------
 
-pip_install() { "$python" -m pip install --quiet --disable-pip-version-check -c "$root/constraints.txt" "$@" </dev/null; }
+pip_install() {
+    "$python" -m pip install --quiet --disable-pip-version-check -c "$root/constraints.txt" "$@" </dev/null ||
+        fail "pip could not install this: $*"
+}
 
 # The environment with the tools that build packages in it; they are pinned like everything else, so no build isolation.
 ensure_venv() {
     if ! "$python" -m pip --version >/dev/null 2>&1; then
         say "creating $venv"
-        "${PYTHON:-python3}" -m venv --clear "$venv"
+        "${PYTHON:-python3}" -m venv --clear "$venv" || fail "could not create $venv"
     fi
     local stamp="$venv/hydra-tools.stamp" now
     now=$(sha256sum <"$root/constraints.txt")

@@ -19,7 +19,7 @@ else:
 ROOT = Path(__file__).parent.parent
 BUILD = ROOT / "build"
 PINS = dict(
-    line.split("==")
+    line.split(";")[0].split("==")
     for line in (ROOT / "constraints.txt").read_text().splitlines()
     if line and not line.startswith("#")
 )
@@ -70,7 +70,7 @@ def fake(folder: Path, name: str, code: str = "exit 0") -> None:
 def test_every_pin_is_exact_and_no_index_is_named():
     text = (ROOT / "constraints.txt").read_text()
     for line in text.splitlines():
-        assert line.startswith("#") or re.fullmatch(r"[a-z0-9][a-z0-9._-]*==[0-9][0-9A-Za-z.+!-]*", line), line
+        assert line.startswith("#") or re.fullmatch(r"[a-z0-9][a-z0-9._-]*==[0-9][0-9A-Za-z.+!-]*(; python_version .*)?", line)
     assert "://" not in text
 
 
