@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from hydra.errors import HydraError
-from hydra.peer import weights_file, weights_store
+from hydra.peer import weights_file
 from hydra.peer.weights import TensorKey, WeightCache, clear, list_entries
 from hydra.peer.weights_file import PIECE_BYTES, entry_name
 
@@ -81,7 +81,7 @@ def test_an_entry_that_does_not_fit_the_tensor_is_none(tmp_path: Path) -> None:
         assert fetch(cache, 8, 5000) is None
 
 
-@pytest.mark.parametrize("left", [0, 10, 71, 72, 5000, -1])
+@pytest.mark.parametrize("left", [0, 10, 75, 76, 5000, -1])
 def test_a_truncated_file_is_not_served_and_goes(tmp_path: Path, left: int, caplog: pytest.LogCaptureFixture) -> None:
     with open_cache(tmp_path) as cache:
         store(cache, 7, data_of(9000))
@@ -91,6 +91,18 @@ def test_a_truncated_file_is_not_served_and_goes(tmp_path: Path, left: int, capl
         assert fetch(cache, 7, 9000) is None
         assert cache.counters.corrupt == 1
     assert not path.exists() and "damaged" in caplog.text
+
+
+@pytest.mark.parametrize(("writes", "reads"), [(1, 2), (2, 1)])
+def test_a_processor_with_other_instructions_reads_the_entry_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writes: int, reads: int
+) -> None:
+    monkeypatch.setattr(weights_file, "algorithm", lambda: writes)
+    with open_cache(tmp_path) as cache:
+        store(cache, 7, data_of(9000))
+    monkeypatch.setattr(weights_file, "algorithm", lambda: reads)
+    with open_cache(tmp_path) as cache:
+        assert fetch(cache, 7, 9000) == data_of(9000)
 
 
 @pytest.mark.parametrize("where", [0, PIECE_BYTES - 1, PIECE_BYTES + 5, 2 * PIECE_BYTES + 3, -100, -60, -40, -1])
@@ -164,13 +176,16 @@ def test_a_damaged_entry_ahead_does_not_stop_the_rest(tmp_path: Path) -> None:
         for fnv in range(3):
             store(cache, fnv, data_of(9000, seed=fnv))
     an_hour_ago(tmp_path)
-    os.truncate(tmp_path / entry_name(1, 9000), 100)
+    damaged = tmp_path / entry_name(1, 9000)
+    stamp = damaged.stat().st_mtime_ns
+    os.truncate(damaged, 100)
+    os.utime(damaged, ns=(stamp, stamp))
     with open_cache(tmp_path) as cache:
         assert fetch(cache, 0, 9000) is not None
         deadline = time.monotonic() + 20
         while (2, 9000) not in cache._verified and time.monotonic() < deadline:
             time.sleep(0.01)
-        assert (2, 9000) in cache._verified and not (tmp_path / entry_name(1, 9000)).exists()
+        assert (2, 9000) in cache._verified and not damaged.exists()
 
 
 def test_a_short_or_overlong_or_aborted_weight_leaves_nothing(tmp_path: Path) -> None:
@@ -218,7 +233,7 @@ def test_a_full_disk_turns_storing_off_with_one_warning(
 
     with open_cache(tmp_path) as cache, caplog.at_level(logging.WARNING):
         store(cache, 1, data_of(9000))
-        monkeypatch.setattr(weights_store.os, "write", write)
+        monkeypatch.setattr(os, "write", write)
         left = 100_000
         store(cache, 2, data_of(200_000), piece=30_000)
         for fnv in range(3, 6):
@@ -236,7 +251,7 @@ def test_a_disk_that_fills_while_the_checksums_are_written(
     def fsync(descriptor: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(weights_store.os, "fsync", fsync)
+    monkeypatch.setattr(os, "fsync", fsync)
     with open_cache(tmp_path) as cache, caplog.at_level(logging.WARNING):
         store(cache, 2, data_of(20_000))
         assert fetch(cache, 2, 20_000) is None and not cache.counters.storing
@@ -406,5 +421,20 @@ def test_list_and_clear(tmp_path: Path) -> None:
 
 def test_a_directory_that_cannot_be_used(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(HydraError, match="peer.cache_dir"):
+    with pytest.raises(HydraError, match=r"peer\.cache_dir"):
         open_cache(tmp_path / "file" / "cache")
+
+
+def test_closing_publishes_what_was_committed(tmp_path: Path) -> None:
+    with open_cache(tmp_path) as cache:
+        for fnv in range(5):
+            writer = cache.begin(fnv, 9000)
+            assert writer is not None
+            writer.write(memoryview(data_of(9000)))
+            writer.commit()
+        late = cache.begin(9, 10)
+        assert late is not None
+    assert len(list_entries(tmp_path)) == 5
+    late.write(memoryview(bytes(10)))
+    late.commit()  # too late: forgotten, not waited for
+    assert not list(tmp_path.glob("incoming-*")) and cache.begin(10, 10) is None

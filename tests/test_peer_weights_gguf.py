@@ -1,4 +1,4 @@
-"""Weights that the box has in a model file of its own: found by name, type and shape, trusted only where the bytes are equal."""
+"""Weights that the box has in a model file of its own: found by name, type and shape; trusted where bytes are equal."""
 
 from __future__ import annotations
 

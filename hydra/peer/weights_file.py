@@ -7,8 +7,7 @@ it is in one file so that one rename publishes it whole; the lengths in the trai
 a truncated file is seen without reading it, and the digests show anything else. The client's fnv1a-64 is only the
 name under which an entry is found: it is too weak to vouch for the content, and is never computed here.
 
-Knows nothing of eviction, of clients or of devices. Digest: BLAKE2b, which needs no special instructions for its 1
-GB/s.
+Knows nothing of eviction, of clients or of devices. Digests are BLAKE2b or SHA-256.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ import mmap
 import os
 import struct
 from collections.abc import Callable, Iterator
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +28,8 @@ from hydra.errors import HydraError
 PIECE_BYTES = 4 << 20
 _MAGIC_DATA, _MAGIC_REFERENCE = b"HYDRAWT1", b"HYDRAWR1"
 _DIGEST_BYTES = 16
-# magic 8s | fnv1a-64 u64 | data size u64 | body size u64 | piece size u32 | pieces u32 | root digest 32s
-_TRAILER = struct.Struct("<8sQQQII32s")
+# magic 8s | fnv1a-64 u64 | data size u64 | body size u64 | piece size u32 | pieces u32 | algorithm u32 | root 32s
+_TRAILER = struct.Struct("<8sQQQIII32s")
 _REFERENCE_LIMIT = 64 << 10
 
 
@@ -54,17 +54,35 @@ def parse_entry_name(name: str) -> tuple[int, int] | None:
         return None
 
 
-def digest(piece: memoryview | bytes) -> bytes:
-    """Checksum of one piece; lets other threads run while it computes."""
+def _blake2b(piece: memoryview) -> bytes:
     return hashlib.blake2b(piece, digest_size=_DIGEST_BYTES).digest()
+
+
+def _sha256(piece: memoryview) -> bytes:
+    return hashlib.sha256(piece).digest()[:_DIGEST_BYTES]
+
+
+# Both let other threads run while they compute, and both are read everywhere; see ``algorithm``.
+_ALGORITHMS: dict[int, Callable[[memoryview], bytes]] = {1: _blake2b, 2: _sha256}
+
+
+@lru_cache(maxsize=1)
+def algorithm() -> int:
+    """The faster of the two here: SHA-256 at 1.7 GB/s where the processor has it, BLAKE2b at 0.9 GB/s where not."""
+    with contextlib.suppress(OSError):
+        flags = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").split()
+        if "sha_ni" in flags or "sha2" in flags:
+            return 2
+    return 1
 
 
 def seal(fnv: int, size_bytes: int, body_bytes: int, digests: list[bytes], reference: bytes = b"") -> bytes:
     """What follows the body of an entry: digests and trailer. ``reference`` is the body itself when it is one."""
     table = b"".join(digests)
-    root = _root(fnv, size_bytes, body_bytes, PIECE_BYTES, table, reference)
+    kind = algorithm()
+    root = _root(fnv, size_bytes, body_bytes, kind, table, reference)
     magic = _MAGIC_REFERENCE if reference else _MAGIC_DATA
-    return table + _TRAILER.pack(magic, fnv, size_bytes, body_bytes, PIECE_BYTES, len(digests), root)
+    return table + _TRAILER.pack(magic, fnv, size_bytes, body_bytes, PIECE_BYTES, len(digests), kind, root)
 
 
 def reference_body(path: Path, offset: int, status: os.stat_result) -> bytes:
@@ -73,8 +91,8 @@ def reference_body(path: Path, offset: int, status: os.stat_result) -> bytes:
     return json.dumps(fields).encode()
 
 
-def _root(fnv: int, size_bytes: int, body_bytes: int, piece_bytes: int, table: bytes, reference: bytes) -> bytes:
-    header = struct.pack("<QQQI", fnv, size_bytes, body_bytes, piece_bytes)
+def _root(fnv: int, size_bytes: int, body_bytes: int, kind: int, table: bytes, reference: bytes) -> bytes:
+    header = struct.pack("<QQQII", fnv, size_bytes, body_bytes, PIECE_BYTES, kind)
     return hashlib.blake2b(header + reference + table, digest_size=32).digest()
 
 
@@ -92,7 +110,8 @@ class WeightFile:
         self.path = path
         with open(path, "rb") as file:
             status = os.fstat(file.fileno())
-            self.fnv, self.size_bytes, self._digests, root, reference = _read_seal(path, file, status.st_size)
+            self.fnv, self.size_bytes, kind, self._digests, root, reference = _read_seal(path, file, status.st_size)
+            self._digest = _ALGORITHMS[kind]
             self.is_reference = bool(reference)
             self.source = path
             if reference:
@@ -127,7 +146,7 @@ class WeightFile:
     def verify(self) -> None:
         """Read the whole entry. Raises: CorruptWeight at the first piece that is not what was stored."""
         for index, piece in enumerate(self.pieces()):
-            if digest(piece) != self._digests[index]:
+            if self._digest(piece) != self._digests[index]:
                 raise CorruptWeight(f"{self.path.name}: piece {index} of {len(self._digests)} is not what was stored.")
 
     def close(self) -> None:
@@ -145,7 +164,7 @@ class WeightFile:
 def digests_of(read_into: Callable[[memoryview], int], size_bytes: int) -> list[bytes]:
     """Digests of ``size_bytes`` that ``read_into`` delivers. Raises: CorruptWeight when they end early."""
     buffer = memoryview(bytearray(min(PIECE_BYTES, size_bytes)))
-    result = []
+    compute, result = _ALGORITHMS[algorithm()], []
     for begin in range(0, size_bytes, PIECE_BYTES):
         view, got = buffer[: min(PIECE_BYTES, size_bytes - begin)], 0
         while got < len(view):
@@ -153,16 +172,21 @@ def digests_of(read_into: Callable[[memoryview], int], size_bytes: int) -> list[
             if count <= 0:
                 raise CorruptWeight(f"{begin + got} of {size_bytes} bytes could be read back.")
             got += count
-        result.append(digest(view))
+        result.append(compute(view))
     return result
 
 
-def _read_seal(path: Path, file: Any, file_bytes: int) -> tuple[int, int, list[bytes], bytes, bytes]:
+def _read_seal(path: Path, file: Any, file_bytes: int) -> tuple[int, int, int, list[bytes], bytes, bytes]:
     if file_bytes < _TRAILER.size:
         raise CorruptWeight(f"{path.name}: {file_bytes} bytes are too few for an entry.")
     file.seek(file_bytes - _TRAILER.size)
-    magic, fnv, size, body, piece, count, root = _TRAILER.unpack(file.read(_TRAILER.size))
-    if magic not in (_MAGIC_DATA, _MAGIC_REFERENCE) or piece != PIECE_BYTES or count != -(-size // PIECE_BYTES):
+    magic, fnv, size, body, piece, count, kind, root = _TRAILER.unpack(file.read(_TRAILER.size))
+    if (
+        magic not in (_MAGIC_DATA, _MAGIC_REFERENCE)
+        or piece != PIECE_BYTES
+        or count != -(-size // PIECE_BYTES)
+        or kind not in _ALGORITHMS
+    ):
         raise CorruptWeight(f"{path.name}: the end of the file is not an entry's.")
     if body + count * _DIGEST_BYTES + _TRAILER.size != file_bytes:
         raise CorruptWeight(f"{path.name}: {file_bytes} bytes, and its parts do not add up to that.")
@@ -176,10 +200,10 @@ def _read_seal(path: Path, file: Any, file_bytes: int) -> tuple[int, int, list[b
         reference = file.read(body)
     elif magic == _MAGIC_REFERENCE or body != size or size == 0:
         raise CorruptWeight(f"{path.name}: a body of {body} bytes for a weight of {size}.")
-    if root != _root(fnv, size, body, piece, table, reference):
+    if root != _root(fnv, size, body, kind, table, reference):
         raise CorruptWeight(f"{path.name}: its table of checksums is damaged.")
     digests = [table[i : i + _DIGEST_BYTES] for i in range(0, len(table), _DIGEST_BYTES)]
-    return fnv, size, digests, root, reference
+    return fnv, size, kind, digests, root, reference
 
 
 def _resolve(path: Path, reference: bytes, size_bytes: int) -> tuple[Path, int]:

@@ -65,6 +65,12 @@ def list_entries(directory: Path) -> list[Entry]:
     return sorted(entries, key=lambda entry: entry.used_ns)
 
 
+def mark_used(path: Path) -> None:
+    """Put an entry last in the order of use. With our own clock: the kernel's is behind it, and both are compared."""
+    now = time.time_ns()
+    os.utime(path, ns=(now, now))
+
+
 def clear(directory: Path) -> tuple[int, int]:
     """Remove every entry of a cache directory; returns how many and how many bytes their files took."""
     count = freed = 0
@@ -89,6 +95,7 @@ class Store:
         self.directory = directory
         self.max_bytes = max_bytes
         self.storing = True
+        self._closed = False
         self.stored = self.referenced = self.evicted = 0
         self._reserve_bytes = reserve_bytes
         self._log = logger
@@ -119,7 +126,7 @@ class Store:
         """A writer for the weight, None when it is not to be stored; ``reference``: a place that may have its bytes."""
         self.tick()
         need = 0 if reference else key[1] + _SEAL_BYTES
-        if not self.storing or key[1] <= 0 or need > self.max_bytes:
+        if not self.storing or self._closed or key[1] <= 0 or need > self.max_bytes:
             return None
         with self._lock:
             if key in self._incoming:
@@ -143,17 +150,22 @@ class Store:
         """Publish what has been committed, for ``timeout_s`` at most, and end the thread."""
         with self._lock:
             thread, self._thread = self._thread, None
-            self.storing = False
+            self._closed = True
         if thread is not None:
             self._jobs.put(None)
             thread.join(timeout_s)
 
     def submit(self, writer: Writer) -> None:
+        """Hand a whole weight to the publishing thread; waits when that is far behind."""
         with self._lock:
-            if self._thread is None and self.storing:
+            closed = self._closed
+            if self._thread is None and not closed:
                 self._thread = threading.Thread(target=self._run, name="weight-store", daemon=True)
                 self._thread.start()
-        self._jobs.put(writer)
+        if closed:
+            writer.release()
+        else:
+            self._jobs.put(writer)
 
     def finished(self, key: Key, stored: int = 0, referenced: int = 0) -> None:
         with self._lock:
@@ -192,8 +204,7 @@ class Store:
             try:
                 if writer is None:
                     return
-                if self.storing:
-                    self._publish(writer)
+                self._publish(writer)
             except _NoRoom:
                 pass
             except CorruptWeight as error:
@@ -214,6 +225,7 @@ class Store:
             if not self._make_room(os.fstat(writer.descriptor).st_size):
                 raise _NoRoom
             assert writer.path is not None
+            mark_used(writer.path)
             os.replace(writer.path, self.directory / entry_name(fnv, size))
         folder = os.open(self.directory, os.O_RDONLY)
         try:
