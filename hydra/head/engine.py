@@ -1,0 +1,500 @@
+"""The engine: slots, batches, drafting and sampling over one target context. One thread calls it; ``step`` is one decode.
+
+Knows requests and slots. Does not know processes, frames, HTTP or hydra.toml.
+
+One step: take up waiting requests, draft for the decoding slots, decode one target batch (the drafts to be verified, and a bounded
+piece of the prompts still to be read), then sample each slot in turn until its draft and the target differ. Every token that
+leaves was sampled from the target by the request's own sampler, so drafting changes speed and nothing else.
+
+Source: docs/engine.md; common/speculative.cpp and tools/server/server-context.cpp of the pinned llama.cpp.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from hydra.errors import HydraError, RequestError
+
+from .adaptive import Acceptance, DraftLength
+from .llama import Batch, Context
+from .loading import Loaded, ProgressSink, load, n_threads
+from .sampling import Sampler, SamplingParams, logprobs
+from .slots import Chunk, Done, DraftStats, Event, Failed, Request, Slot
+from .spec import EngineSpec
+
+MIN_PREFILL_TOKENS = 16
+
+
+class Engine:
+    """Serves requests with one loaded model. ``close`` frees everything.
+
+    Raises: see loading.load.
+    """
+
+    def __init__(self, spec: EngineSpec, progress: ProgressSink | None = None) -> None:
+        self._loaded: Loaded = load(spec, progress)
+        self.spec = spec
+        self.model = self._loaded.model
+        self.vocab = self.model.vocab
+        self._target = self._loaded.target
+        self._drafter = self._loaded.drafter
+        self.n_ctx = self._target.n_ctx
+        n_batch = max(spec.batch_size, spec.parallel * (1 + spec.draft.n_max))
+        self._batch = Batch(n_batch)
+        self.slots = [Slot(i) for i in range(spec.parallel)]
+        self._waiting: deque[Request] = deque()
+        self._cancelled: set[str] = set()
+        self._lengths: dict[int, DraftLength] = {}
+        self._acceptance: dict[str, Acceptance] = {}
+        self._prefill_s_per_token = 0.0
+        self._decode_s = 0.0
+        self.stats = DraftStats()
+        self.steps = 0
+        self.python_s = 0.0
+        self.decoded_steps = 0
+
+    # -- what others ask ------------------------------------------------------------------------------------------------
+
+    @property
+    def info(self) -> dict[str, Any]:
+        """The ``info`` of the ``ready`` frame."""
+        model, vocab = self.model, self.vocab
+        return {"model": model.meta("general.name") or model.describe(), "description": model.describe(),
+                "architecture": model.meta("general.architecture"), "size_bytes": model.size_bytes,
+                "n_layer": model.n_layer, "n_ctx": self.n_ctx, "n_ctx_train": model.n_ctx_train, "n_embd": model.n_embd,
+                "n_vocab": vocab.n_tokens, "parallel": self.spec.parallel, "bos": vocab.bos, "eos": vocab.eos,
+                "eot": vocab.eot, "add_bos": vocab.add_bos, "bos_text": vocab.text(vocab.bos),
+                "eos_text": vocab.text(vocab.eos), "chat_template": model.chat_template(),
+                "layers": self._loaded.layers, "memory": self._loaded.memory, "notes": self._loaded.notes,
+                "drafter": self._drafter.name if self._drafter else None,
+                "mtp": {"blocks": model.n_layer_nextn, "n_max": self.spec.draft.n_max,
+                        "enabled": self._drafter is not None and self._drafter.name == "mtp"}}
+
+    @property
+    def busy(self) -> bool:
+        """True while ``step`` has something to do."""
+        return bool(self._waiting) or any(slot.request is not None for slot in self.slots)
+
+    def slot_states(self) -> list[dict[str, Any]]:
+        """What each slot does, for the heartbeat."""
+        return [{"id": slot.id, "request": slot.request.id if slot.request else None, "tokens": len(slot.tokens),
+                 "state": "decode" if slot.decoding else "prefill" if slot.filling else "idle"} for slot in self.slots]
+
+    @property
+    def n_waiting(self) -> int:
+        return len(self._waiting)
+
+    def submit(self, id: str, prompt: Sequence[int], params: SamplingParams, resume: Sequence[int] = ()) -> None:
+        """Queue one request.
+
+        Raises: RequestError when the prompt is empty, holds unknown tokens, or leaves no room in the context.
+        """
+        total = len(prompt) + len(resume)
+        if not total:
+            raise RequestError("The prompt is empty.")
+        bad = next((t for t in (*prompt, *resume) if not 0 <= t < self.vocab.n_tokens), None)
+        if bad is not None:
+            raise RequestError(f"Token {bad} is not in the vocabulary of {self.vocab.n_tokens}.")
+        if total >= self.n_ctx:
+            raise RequestError(f"The prompt has {total} tokens; the context holds {self.n_ctx}, the answer included.",
+                               "Shorten it, or set a larger ctx_size.")
+        self._waiting.append(Request(id, prompt, params, resume))
+
+    def cancel(self, id: str) -> None:
+        """End a request at the next step."""
+        self._cancelled.add(id)
+
+    def generate(self, prompt: Sequence[int], params: SamplingParams, id: str = "one") -> Iterator[Event]:
+        """One request from beginning to end, for callers that have nothing else to do."""
+        self.submit(id, prompt, params)
+        while True:
+            for event in self.step():
+                yield event
+                if isinstance(event, Done | Failed) and event.id == id:
+                    return
+
+    def embed(self, tokens: Sequence[int]) -> list[float]:
+        """The mean-pooled embedding of a text, in a context of its own that lives for this call.
+
+        Raises: RequestError for a text that does not fit, DeviceError when there is no memory for the context.
+        """
+        if not 0 < len(tokens) <= self.n_ctx:
+            raise RequestError(f"A text of {len(tokens)} tokens cannot be embedded; the context holds {self.n_ctx}.")
+        size = len(tokens)
+        with Context(self.model, n_ctx=size, n_batch=size, n_ubatch=size, n_seq_max=1, n_outputs_max=size, type_k="f16",
+                     type_v="f16", flash_attn=self.spec.flash_attn, n_threads=n_threads(self.spec.threads),
+                     embeddings=True) as context:
+            batch = Batch(size)
+            batch.add(tokens, 0, 0, output="all")
+            context.decode(batch)
+            return context.embedding(0)
+
+    def close(self) -> None:
+        for slot in self.slots:
+            if slot.request is not None and slot.request.sampler is not None:
+                slot.request.sampler.close()
+        self._loaded.close()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # -- one step -------------------------------------------------------------------------------------------------------
+
+    def step(self) -> list[Event]:
+        """One decode of the target, with all that belongs to it.
+
+        Raises: EngineError when llama.cpp fails; what concerns one request only is a Failed event.
+        """
+        started = time.perf_counter()
+        events: list[Event] = []
+        self._drop_cancelled(events)
+        self._admit(events)
+        decoding = [slot for slot in self.slots if slot.decoding]
+        filling = [slot for slot in self.slots if slot.filling]
+        filling.sort(key=lambda slot: slot.request.admitted_at if slot.request else 0.0)
+        native_s = 0.0
+        if decoding:
+            native_s += self._decode_step(decoding, events)
+        if filling:
+            native_s += self._prefill_step(filling, bool(decoding), events)
+        self.steps += 1
+        if decoding and not filling:
+            self.decoded_steps += 1
+            self.python_s += time.perf_counter() - started - native_s
+        return events
+
+    def _drop_cancelled(self, events: list[Event]) -> None:
+        if not self._cancelled:
+            return
+        for slot in self.slots:
+            if slot.request is not None and slot.request.id in self._cancelled:
+                self._end(slot, "cancelled", events)
+        for request in [r for r in self._waiting if r.id in self._cancelled]:
+            self._waiting.remove(request)
+            events.append(Done(request.id, "cancelled", request.stats()))
+        self._cancelled.clear()
+
+    def _admit(self, events: list[Event]) -> None:
+        """Give free slots to waiting requests, first come first served."""
+        while self._waiting:
+            idle = [slot for slot in self.slots if slot.request is None]
+            if not idle:
+                return
+            request = self._waiting[0]
+            if not self._make_room(len(request.prompt) + 1, idle):
+                return  # the cells are in use by running answers: wait for one to end
+            self._waiting.popleft()
+            slot = self._best_slot(request, idle)
+            try:
+                request.sampler = self._make_sampler(request)
+            except RequestError as exc:
+                events.append(Failed(request.id, type(exc).__name__, exc.message, exc.hint))
+                continue
+            request.admitted_at = time.perf_counter()
+            request.n_cached = self._reuse(slot, request.prompt)
+            slot.request = request
+            slot.next_token = None
+            self._acceptance[request.id] = self._length(1).overall.copy()
+
+    def _make_sampler(self, request: Request) -> Sampler:
+        sampler = Sampler(request.params, self.vocab, request.prompt[:request.n_prompt][-self._history(request.params):],
+                          self.n_ctx)
+        sampler.replay(request.generated)
+        for token in request.generated:
+            request.stream.push(self.vocab.piece(token))
+        return sampler
+
+    def _history(self, params: SamplingParams) -> int:
+        """How many prompt tokens the penalties look back on."""
+        return self.n_ctx if min(params.repeat_last_n, params.dry_penalty_last_n) < 0 else max(
+            params.repeat_last_n, params.dry_penalty_last_n, 1)
+
+    def _make_room(self, needed: int, idle: list[Slot]) -> bool:
+        """Forget idle slots' tokens, oldest first, until ``needed`` cells are free beside those of running requests."""
+        running = sum(max(len(s.tokens), len(s.request.prompt) + 1) for s in self.slots if s.request is not None)
+        if running + needed > self.n_ctx:
+            return False
+        keep = sorted(idle, key=lambda slot: slot.used_at)
+        while keep and running + needed + sum(len(slot.tokens) for slot in keep) > self.n_ctx + max(
+                (len(slot.tokens) for slot in keep), default=0):
+            self._forget(keep.pop(0), 0)
+        return True
+
+    def _best_slot(self, request: Request, idle: list[Slot]) -> Slot:
+        """The idle slot with most of the prompt in it, else the one unused for longest."""
+        return max(idle, key=lambda slot: (slot.common_prefix(request.prompt), -slot.used_at))
+
+    def _reuse(self, slot: Slot, prompt: list[int]) -> int:
+        """Keep what the slot shares with the prompt (all but its last token: that one gives the logits); forget the rest."""
+        keep = min(slot.common_prefix(prompt), len(prompt) - 1)
+        if keep < len(slot.tokens):
+            if keep and self.model.recurrent and len(slot.tokens) - keep > slot.rollback:
+                keep = 0  # the return code of the removal would say yes, with a state that is another's
+            if keep and self.model.n_swa and self._target.pos_min(slot.id) > max(0, keep - self.model.n_swa):
+                keep = 0  # the window before this point is overwritten
+            keep = self._forget(slot, keep)
+        return keep
+
+    def _forget(self, slot: Slot, keep: int) -> int:
+        """Keep the slot's first ``keep`` tokens; returns how many were really kept."""
+        if keep and not self._target.remove(slot.id, keep):
+            keep = 0
+        if not keep:
+            self._target.remove(slot.id, -1)
+        if self._drafter is not None:
+            self._drafter.rewind(slot.id, keep)
+        del slot.tokens[keep:]
+        slot.rollback = 0
+        return keep
+
+    # -- decoding -------------------------------------------------------------------------------------------------------
+
+    def _length(self, n_slots: int) -> DraftLength:
+        length = self._lengths.get(n_slots)
+        if length is None:
+            length = self._lengths[n_slots] = DraftLength(self.spec.draft.n_max, self.spec.draft.adaptive)
+        return length
+
+    def _decode_step(self, slots: list[Slot], events: list[Event]) -> float:
+        """Draft, verify, sample. Returns the seconds spent in llama.cpp."""
+        slots = self._with_room(slots, events)
+        if not slots:
+            return 0.0
+        length = self._length(len(slots))
+        n, drafts, draft_s = self._draft(slots, length)
+        batch = self._batch
+        batch.clear()
+        started = time.perf_counter()
+        firsts = [batch.add([slot.next_token or 0, *drafts[slot.id]], len(slot.tokens), slot.id, output="all")
+                  for slot in slots]
+        if self._target.decode(batch) != 0:
+            raise RequestError(f"The context of {self.n_ctx} cells has no room for {batch.n} more.")
+        self._target.synchronize()
+        verify_s = time.perf_counter() - started
+        for slot, first in zip(slots, firsts, strict=True):
+            self._accept(slot, first, drafts[slot.id], events, draft_s / len(slots), verify_s / len(slots))
+        if self._drafter is not None:
+            length.measured(n, draft_s, verify_s)
+            self.stats.draft_s += draft_s
+            self.stats.verify_s += verify_s
+        self._decode_s = draft_s + verify_s if not self._decode_s else 0.8 * self._decode_s + 0.2 * (draft_s + verify_s)
+        return draft_s + verify_s
+
+    def _with_room(self, slots: list[Slot], events: list[Event]) -> list[Slot]:
+        """Those slots that can take one more token; the others end here, or shift."""
+        kept = []
+        for slot in slots:
+            if self._used() + len(kept) + 1 > self.n_ctx and not self._free_idle():
+                if self.spec.context_shift and self._shift(slot):
+                    kept.append(slot)
+                else:
+                    self._end(slot, "length", events)
+            else:
+                kept.append(slot)
+        return kept
+
+    def _used(self) -> int:
+        return sum(len(slot.tokens) for slot in self.slots)
+
+    def _free_idle(self) -> bool:
+        idle = [slot for slot in self.slots if slot.request is None and slot.tokens]
+        if not idle:
+            return False
+        self._forget(min(idle, key=lambda slot: slot.used_at), 0)
+        return True
+
+    def _shift(self, slot: Slot) -> bool:
+        """Forget the older half of what follows the prompt's first quarter, and move the rest down."""
+        if self.model.recurrent or self._drafter is not None or not self._target.can_shift():
+            return False
+        keep = len(slot.tokens) // 4
+        drop = (len(slot.tokens) - keep) // 2
+        if not drop or not self._target.shift(slot.id, keep, drop, len(slot.tokens)):
+            return False
+        del slot.tokens[keep:keep + drop]
+        return True
+
+    def _draft(self, slots: list[Slot], length: DraftLength) -> tuple[int, dict[int, list[int]], float]:
+        """Guesses for each slot, the length asked for, and the seconds it took."""
+        none: dict[int, list[int]] = {slot.id: [] for slot in slots}
+        if self._drafter is None:
+            return 0, none, 0.0
+        n = length.choose([self._acceptance[slot.request.id] for slot in slots if slot.request is not None])
+        room = self.n_ctx - self._used() - len(slots)
+        n = min(n, room // len(slots), max(self._wanted(slot) - 1 for slot in slots))
+        if n <= 0:
+            return 0, none, 0.0
+        started = time.perf_counter()
+        jobs = [(slot.id, slot.tokens, slot.next_token or 0) for slot in slots]
+        drafts = self._drafter.draft(jobs, n)
+        if self.model.recurrent and len(slots) > 1:
+            # A recurrent memory takes sequences of one length in one ubatch: an unequal draft would cost a pass of its own.
+            longest = max(map(len, drafts.values()))
+            for guess in drafts.values():
+                guess.extend([0] * (longest - len(guess)))
+        return n, drafts, time.perf_counter() - started
+
+    def _wanted(self, slot: Slot) -> int:
+        """How many more tokens the slot's request may still get."""
+        request = slot.request
+        if request is None or request.params.max_tokens is None:
+            return self.n_ctx
+        return request.params.max_tokens - len(request.generated)
+
+    def _accept(self, slot: Slot, first: int, draft: list[int], events: list[Event], draft_s: float, verify_s: float) -> None:
+        """Sample the slot's outputs in turn while they equal the draft; take back the rest; send what was sampled."""
+        request = slot.request
+        if request is None or request.sampler is None or slot.next_token is None:
+            return
+        fed = [slot.next_token, *draft]
+        sampled: list[int] = []
+        details: list[dict[str, Any]] = []
+        text: list[str] = []
+        reason: str | None = None
+        accepted = 0
+        try:
+            for k in range(len(fed)):
+                token = request.sampler.sample(self._target, first + k, len(request.generated))
+                reason = self._take(request, token, first + k, sampled, details, text)
+                if reason is not None or k == len(draft) or token != draft[k]:
+                    break
+                accepted += 1
+        except RequestError as exc:
+            self._fail(slot, exc, events)
+            return
+        kept = fed[:1 + accepted]
+        if self._drafter is not None:
+            self._drafter.verified(slot.id, kept, first)
+        slot.tokens.extend(kept)
+        refused = len(fed) - len(kept)
+        slot.rollback = len(fed) - 1
+        if refused:
+            self._target.remove(slot.id, len(slot.tokens))
+            slot.rollback = 0  # a pending rollback is single-use
+        slot.next_token = sampled[-1]
+        request.steps += 1
+        if draft:
+            # A draft cut short by the end of the answer was not refused.
+            tried = len(draft) if reason is None else accepted
+            self._acceptance[request.id].add(tried, accepted)
+            self._length(1).overall.add(tried, accepted)
+            request.draft.count(tried, accepted)
+            self.stats.count(tried, accepted)
+        request.draft.draft_s += draft_s
+        request.draft.verify_s += verify_s
+        events.append(Chunk(request.id, sampled, "".join(text), details or None))
+        if reason is not None:
+            self._end(slot, reason, events)
+
+    def _take(self, request: Request, token: int, index: int, sampled: list[int], details: list[dict[str, Any]],
+              text: list[str]) -> str | None:
+        """Book one sampled token; returns why the answer ends with it, or None."""
+        sampled.append(token)
+        request.generated.append(token)
+        if request.params.logprobs is not None:
+            details.append(logprobs(self._target.logits(index), token, request.params.logprobs, self.vocab))
+        if self.vocab.is_eog(token):
+            return "stop"
+        text.append(request.stream.push(self.vocab.piece(token)))
+        if request.stream.stopped is not None:
+            return "stop"
+        limit = request.params.max_tokens
+        return "length" if limit is not None and len(request.generated) >= limit else None
+
+    # -- reading prompts ------------------------------------------------------------------------------------------------
+
+    def _prefill_step(self, slots: list[Slot], others_decode: bool, events: list[Event]) -> float:
+        """Read a piece of the waiting prompts; bounded while others decode. Returns the seconds spent in llama.cpp."""
+        budget = self._batch.capacity
+        if others_decode and self._prefill_s_per_token > 0:
+            # As long as the decoding slots' own step, so that they keep half their pace at least.
+            budget = max(MIN_PREFILL_TOKENS, min(budget, int(self._decode_s / self._prefill_s_per_token)))
+        batch = self._batch
+        batch.clear()
+        parts: list[tuple[Slot, list[int], int, bool]] = []
+        for slot in slots:
+            request = slot.request
+            if request is None or batch.n >= budget:
+                break
+            at = len(slot.tokens)
+            piece = request.prompt[at:at + budget - batch.n]
+            last = at + len(piece) == len(request.prompt)
+            first = batch.add(piece, at, slot.id, output="last" if last else "none")
+            parts.append((slot, piece, first, last))
+        started = time.perf_counter()
+        if self._target.decode(batch) != 0:
+            raise RequestError(f"The context of {self.n_ctx} cells has no room for {batch.n} more.")
+        if self._drafter is not None:
+            for slot, piece, first, _last in parts:
+                self._drafter.filled(slot.id, piece, first)
+            self._drafter.flush()
+        self._target.synchronize()
+        seconds = time.perf_counter() - started
+        if batch.n >= MIN_PREFILL_TOKENS:
+            self._prefill_s_per_token = seconds / batch.n
+        for slot, piece, first, last in parts:
+            slot.tokens.extend(piece)
+            slot.rollback = 0
+            if last:
+                self._first_token(slot, first + len(piece) - 1, events)
+        return seconds
+
+    def _first_token(self, slot: Slot, index: int, events: list[Event]) -> None:
+        request = slot.request
+        if request is None or request.sampler is None:
+            return
+        sampled: list[int] = []
+        details: list[dict[str, Any]] = []
+        text: list[str] = []
+        request.first_at = time.perf_counter()
+        if request.params.max_tokens is not None and len(request.generated) >= request.params.max_tokens:
+            self._end(slot, "length", events)  # max_tokens = 0: the prompt was to be read, nothing more
+            return
+        try:
+            token = request.sampler.sample(self._target, index, len(request.generated))
+            reason = self._take(request, token, index, sampled, details, text)
+        except RequestError as exc:
+            self._fail(slot, exc, events)
+            return
+        slot.next_token = token
+        events.append(Chunk(request.id, sampled, "".join(text), details or None))
+        if reason is not None:
+            self._end(slot, reason, events)
+
+    # -- ends -----------------------------------------------------------------------------------------------------------
+
+    def _end(self, slot: Slot, reason: str, events: list[Event]) -> None:
+        request = slot.request
+        if request is None:
+            return
+        request.ended_at = time.perf_counter()
+        rest = request.stream.finish()
+        if rest and reason != "cancelled":
+            events.append(Chunk(request.id, [], rest))
+        events.append(Done(request.id, reason, request.stats(), request.stream.stopped))
+        self._release(slot)
+
+    def _fail(self, slot: Slot, exc: HydraError, events: list[Event]) -> None:
+        """End one request by an error; what its last batch left in the memory is forgotten."""
+        request = slot.request
+        if request is None:
+            return
+        events.append(Failed(request.id, type(exc).__name__, exc.message, exc.hint))
+        self._forget(slot, 0)
+        self._release(slot)
+
+    def _release(self, slot: Slot) -> None:
+        request = slot.request
+        if request is not None:
+            if request.sampler is not None:
+                request.sampler.close()
+            self._acceptance.pop(request.id, None)
+        slot.request = None
+        slot.next_token = None
+        slot.used_at = time.perf_counter()

@@ -1,0 +1,514 @@
+"""The only importer of llama_cpp: owning handles over libllama, and nothing that decides anything.
+
+Knows how to register peers, load a model with layers placed on given devices, make contexts, fill batches and run samplers.
+Does not know slots, requests, drafting or hydra.toml. Every native handle has one owner with ``close()``; contexts close
+before models.
+
+llama-cpp-python's ``rpc_servers=`` does nothing in 0.3.36, so peers are registered through ggml's registry. Functions whose
+results are read in the hot path get prototypes of their own here: ctypes' typed pointers cost more than the call.
+
+Source: include/llama.h, src/llama-ext.h, ggml/include/ggml-rpc.h of the pinned llama.cpp.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from hydra.errors import DeviceError, EngineError, LibraryError, ModelError, PeerUnreachable, RequestError
+from hydra.ggml import library
+
+from .loadlog import ERROR, WARN, LoadLog
+
+log = logging.getLogger("hydra.llama")
+
+CTX_MTP = 1  # LLAMA_CONTEXT_TYPE_MTP
+SPLIT_LAYER = 1
+POOLING_MEAN = 1
+FLASH_ATTN = {"auto": -1, "off": 0, "on": 1}
+CACHE_TYPES = {"f32": 0, "f16": 1, "q4_0": 2, "q4_1": 3, "q5_0": 6, "q5_1": 7, "q8_0": 8, "iq4_nl": 20, "bf16": 30}
+DEVICE_CPU, DEVICE_GPU, DEVICE_IGPU = 0, 1, 2
+_NEXTN_ITH = "_Z30llama_get_embeddings_nextn_ithP13llama_contexti"  # a C++ function: llama_cpp_ext has the same name
+Progress = Callable[[float], bool]
+
+
+class _Api:
+    """llama_cpp's functions, with faster prototypes for those of the hot path."""
+
+    def __init__(self) -> None:
+        library.load()  # first, so that a missing or wrong library is one clear error and not an ImportError
+        import llama_cpp.llama_cpp as c
+        import llama_cpp.llama_cpp_ext as ext
+
+        if not c.llama_supports_rpc():
+            raise LibraryError(
+                "This llama-cpp-python was built without GGML_RPC, so it cannot use a peer.",
+                "Rebuild it with CMAKE_ARGS=-DGGML_RPC=ON; `bash build/demo.sh` does it.",
+            )
+        self.c = c
+        self.ext = ext
+        lib = c._lib
+        self.decode = self._fast(lib, "llama_decode", [ctypes.c_void_p, c.llama_batch], ctypes.c_int32)
+        self.synchronize = self._fast(lib, "llama_synchronize", [ctypes.c_void_p], None)
+        self.logits_ith = self._fast(lib, "llama_get_logits_ith", [ctypes.c_void_p, ctypes.c_int32], ctypes.c_void_p)
+        self.sample = self._fast(lib, "llama_sampler_sample",
+                                 [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int32], ctypes.c_int32)
+        self.nextn_ith = self._fast(lib, _NEXTN_ITH, [ctypes.c_void_p, ctypes.c_int32], ctypes.c_void_p)
+
+    @staticmethod
+    def _fast(lib: ctypes.CDLL, name: str, argtypes: list[Any], restype: Any) -> Any:
+        function = lib[name]  # indexing makes a new function object: llama_cpp's own prototype stays as it is
+        function.argtypes = argtypes
+        function.restype = restype
+        return function
+
+
+_log_sink: LoadLog | None = None
+_log_callback: Any = None
+
+
+@lru_cache(maxsize=1)
+def api() -> _Api:
+    """libllama, loaded, checked and initialised once per process. Raises LibraryError."""
+    global _log_callback
+    loaded = _Api()
+
+    def on_log(level: int, text: bytes, _data: object) -> None:
+        line = text.decode("utf-8", "replace")
+        if _log_sink is not None:
+            _log_sink.feed(level, line)
+        if level >= WARN and level <= ERROR:
+            log.log(logging.ERROR if level == ERROR else logging.WARNING, "%s", line.rstrip())
+
+    _log_callback = loaded.c.llama_log_callback(on_log)
+    loaded.c.llama_log_set(_log_callback, None)
+    loaded.c.llama_backend_init()
+    return loaded
+
+
+@contextmanager
+def collect(sink: LoadLog) -> Iterator[LoadLog]:
+    """While this is open, every line of llama.cpp's log goes to ``sink``."""
+    global _log_sink
+    before, _log_sink = _log_sink, sink
+    try:
+        yield sink
+    finally:
+        _log_sink = before
+
+
+class _BuftOverride(ctypes.Structure):
+    """struct llama_model_tensor_buft_override of include/llama.h: pattern, buffer type; a list ends with a null pattern."""
+
+    _fields_ = [("pattern", ctypes.c_char_p), ("buft", ctypes.c_void_p)]
+
+
+class Device:
+    """One ggml device: the handle, its name as llama.cpp prints it, and its memory."""
+
+    def __init__(self, handle: int) -> None:
+        base = library.load().base
+        self.handle = handle
+        self.name = str(base.ggml_backend_dev_name(handle).decode())
+        self.description = str(base.ggml_backend_dev_description(handle).decode())
+        self.kind = int(base.ggml_backend_dev_type(handle))
+
+    def memory(self) -> tuple[int, int]:
+        """Free and total bytes."""
+        free, total = ctypes.c_size_t(), ctypes.c_size_t()
+        library.load().base.ggml_backend_dev_memory(self.handle, ctypes.byref(free), ctypes.byref(total))
+        return int(free.value), int(total.value)
+
+
+def local_devices(names: Sequence[str] = ()) -> list[Device]:
+    """The local devices named, or all local GPUs; the CPU when there is none.
+
+    Raises: DeviceError for a name that is not here, listing those that are.
+    """
+    registry = library.load().registry
+    found = [Device(registry.ggml_backend_dev_get(i)) for i in range(registry.ggml_backend_dev_count())]
+    found = [device for device in found if not device.name.startswith("RPC")]
+    if names:
+        by_name = {device.name: device for device in found}
+        for name in names:
+            if name not in by_name:
+                raise DeviceError(f"There is no device {name!r} here.", f"Devices here: {', '.join(by_name)}.")
+        return [by_name[name] for name in names]
+    gpus = [device for device in found if device.kind == DEVICE_GPU]
+    gpus = gpus or [device for device in found if device.kind == DEVICE_IGPU]
+    return gpus or [device for device in found if device.kind == DEVICE_CPU]
+
+
+def register_peer(address: str, index: int = 0, timeout_s: float = 5.0) -> Device:
+    """Device ``index`` of the ggml-RPC server at ``address`` (``host:port``).
+
+    Raises: PeerUnreachable when nobody listens there (libggml would abort this process), DeviceError when it has no such device.
+    """
+    host, _, port = address.rpartition(":")
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=timeout_s):
+            pass
+    except (OSError, ValueError) as exc:
+        raise PeerUnreachable(f"Nobody answers at {address}: {exc}.",
+                              "Start `hydra up` on that box, and check address, port and firewall.") from exc
+    ggml = library.load()
+    rpc = ggml.registry.ggml_backend_reg_by_name(b"RPC")
+    if not rpc:
+        raise LibraryError("libggml has no RPC backend.", "Rebuild llama-cpp-python with CMAKE_ARGS=-DGGML_RPC=ON.")
+    entry = ggml.base.ggml_backend_reg_get_proc_address(rpc, b"ggml_backend_rpc_add_server")
+    add_server = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_char_p)(entry)
+    registration = add_server(address.encode())
+    if not registration:
+        raise DeviceError(f"The peer at {address} offers no device.", "See its log, and `hydra doctor` on that box.")
+    ggml.registry.ggml_backend_register(registration)
+    base = ggml.base
+    count_fn, get_fn = base["ggml_backend_reg_dev_count"], base["ggml_backend_reg_dev_get"]
+    count_fn.restype, count_fn.argtypes = ctypes.c_size_t, [ctypes.c_void_p]
+    get_fn.restype, get_fn.argtypes = ctypes.c_void_p, [ctypes.c_void_p, ctypes.c_size_t]
+    count = int(count_fn(registration))
+    if not 0 <= index < count:
+        raise DeviceError(f"The peer at {address} offers {count} device(s); number {index} was asked for.")
+    return Device(get_fn(registration, index))
+
+
+class Model:
+    """One loaded model.
+
+    ``devices`` in order, with ``split`` layers each (see placement.py); no devices = everything in CPU buffers. ``pipeline`` off
+    keeps the scheduler at one copy of every input: decode does not then pay for prefill's pipelining.
+
+    Raises: ModelError with llama.cpp's own reason.
+    """
+
+    def __init__(self, path: str, devices: Sequence[Device], split: Sequence[float], *, load_mtp: bool, pipeline: bool,
+                 use_extra_bufts: bool, progress: Progress | None = None, no_alloc: bool = False,
+                 vocab_only: bool = False) -> None:
+        c = api().c
+        self._c = c
+        params = c.llama_model_default_params()
+        handles = (ctypes.c_void_p * (len(devices) + 1))(*[device.handle for device in devices], None)
+        shares = (ctypes.c_float * max(int(c.llama_max_devices()), len(split) + 1))(*split)
+        params.devices = ctypes.cast(handles, ctypes.c_void_p)
+        params.tensor_split = ctypes.cast(shares, ctypes.POINTER(ctypes.c_float))
+        params.n_gpu_layers = 1 << 20 if devices else 0
+        params.split_mode = SPLIT_LAYER
+        params.load_mtp = load_mtp
+        params.use_extra_bufts = use_extra_bufts
+        params.no_alloc = no_alloc
+        params.vocab_only = vocab_only
+        if no_alloc:
+            params.load_mode = 0  # LLAMA_LOAD_MODE_NONE: a mapped file would count as already allocated
+        overrides = (_BuftOverride * 2)()
+        if not pipeline:
+            # llama_context turns pipelining off when the model has any override; this one matches no tensor.
+            overrides[0].pattern = b"^hydra-matches-no-tensor$"
+            overrides[0].buft = _cpu_buffer_type()
+            params.tensor_buft_overrides = ctypes.cast(overrides, ctypes.c_void_p)
+        report = progress or (lambda _fraction: True)
+        callback = c.llama_progress_callback(lambda fraction, _data: bool(report(float(fraction))))
+        params.progress_callback = callback
+        self._keep = (handles, shares, overrides, callback)
+        self.log = LoadLog()
+        with collect(self.log):
+            self.handle = c.llama_model_load_from_file(path.encode(), params)
+        if not self.handle:
+            raise ModelError(f"{path} cannot be loaded: {self.log.why()}.",
+                             "Check the path, the free memory of every node, and that the file is complete.")
+        self.n_layer = int(c.llama_model_n_layer(self.handle))
+        self.n_layer_nextn = int(c.llama_model_n_layer_nextn(self.handle))
+        self.n_embd = int(c.llama_model_n_embd_out(self.handle))
+        self.n_swa = int(c.llama_model_n_swa(self.handle))
+        self.n_ctx_train = int(c.llama_model_n_ctx_train(self.handle))
+        self.recurrent = bool(c.llama_model_is_recurrent(self.handle) or c.llama_model_is_hybrid(self.handle))
+        self.size_bytes = int(c.llama_model_size(self.handle))
+        self.vocab = Vocab(c.llama_model_get_vocab(self.handle))
+
+    def meta(self, key: str) -> str | None:
+        """One metadata value of the GGUF as text, None when it has none."""
+        size = self._c.llama_model_meta_val_str(self.handle, key.encode(), None, 0)
+        if size < 0:
+            return None
+        buffer = ctypes.create_string_buffer(size + 1)
+        self._c.llama_model_meta_val_str(self.handle, key.encode(), buffer, size + 1)
+        return buffer.value.decode("utf-8", "replace")
+
+    def chat_template(self) -> str | None:
+        text = self._c.llama_model_chat_template(self.handle, None)
+        return text.decode("utf-8", "replace") if text else None
+
+    def describe(self) -> str:
+        buffer = ctypes.create_string_buffer(256)
+        self._c.llama_model_desc(self.handle, buffer, len(buffer))
+        return buffer.value.decode("utf-8", "replace")
+
+    def close(self) -> None:
+        if self.handle:
+            self._c.llama_model_free(self.handle)
+            self.handle = None
+
+    def __enter__(self) -> Model:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _cpu_buffer_type() -> int:
+    function = library.load().base["ggml_backend_cpu_buffer_type"]
+    function.restype = ctypes.c_void_p
+    function.argtypes = []
+    return int(function())
+
+
+class Vocab:
+    """Tokens and text. Safe to use from any thread."""
+
+    def __init__(self, handle: Any) -> None:
+        c = api().c
+        self._c = c
+        self.handle = handle
+        self.n_tokens = int(c.llama_vocab_n_tokens(handle))
+        self.bos = int(c.llama_vocab_bos(handle))
+        self.eos = int(c.llama_vocab_eos(handle))
+        self.eot = int(c.llama_vocab_eot(handle))
+        self.add_bos = bool(c.llama_vocab_get_add_bos(handle))
+        self._pieces: dict[tuple[int, bool], bytes] = {}
+
+    def is_eog(self, token: int) -> bool:
+        return bool(self._c.llama_vocab_is_eog(self.handle, token))
+
+    def is_control(self, token: int) -> bool:
+        return bool(self._c.llama_vocab_is_control(self.handle, token))
+
+    def tokenize(self, text: str, *, add_special: bool = True, parse_special: bool = True) -> list[int]:
+        """Raises: RequestError when the text cannot be tokenised."""
+        data = text.encode("utf-8", "surrogatepass")
+        capacity = len(data) + 8
+        for _ in range(2):
+            buffer = (ctypes.c_int32 * capacity)()
+            count = self._c.llama_tokenize(self.handle, data, len(data), buffer, capacity, add_special, parse_special)
+            if count >= 0:
+                return list(buffer[:count])
+            capacity = -count
+        raise RequestError(f"A text of {len(data)} bytes cannot be tokenised.")
+
+    def piece(self, token: int, *, special: bool = False) -> bytes:
+        """One token's bytes (possibly part of a character); empty for control tokens unless ``special``."""
+        cached = self._pieces.get((token, special))
+        if cached is not None:
+            return cached
+        capacity = 64
+        while True:
+            buffer = ctypes.create_string_buffer(capacity)
+            size = self._c.llama_token_to_piece(self.handle, token, buffer, capacity, 0, special)
+            if size >= 0:
+                self._pieces[(token, special)] = buffer.raw[:size]
+                return buffer.raw[:size]
+            capacity = -size
+
+    def text(self, token: int) -> str:
+        """The token as the vocabulary spells it; empty for none."""
+        if token < 0:
+            return ""
+        return str(self._c.llama_vocab_get_text(self.handle, token).decode("utf-8", "replace"))
+
+    def detokenize(self, tokens: Sequence[int], *, special: bool = False) -> str:
+        return b"".join(self.piece(token, special=special) for token in tokens).decode("utf-8", "replace")
+
+
+class Batch:
+    """Tokens for one ``llama_decode``, in numpy arrays that are filled by slices and never reallocated.
+
+    With ``n_embd`` each token also carries a row of float32 (MTP: the hidden state of the token before it).
+    """
+
+    def __init__(self, capacity: int, n_embd: int = 0) -> None:
+        c = api().c
+        self.capacity = capacity
+        self.n = 0
+        self.token = np.zeros(capacity, np.int32)
+        self.pos = np.zeros(capacity, np.int32)
+        self.seq = np.zeros(capacity, np.int32)
+        self.output = np.zeros(capacity, np.int8)
+        self.embd: npt.NDArray[np.float32] = np.zeros((capacity if n_embd else 0, n_embd or 1), np.float32)
+        self._n_seq = np.ones(capacity, np.int32)
+        self._seq_ptr = (self.seq.ctypes.data + 4 * np.arange(capacity)).astype(np.uint64)
+        self._struct = c.llama_batch()
+        fields = {"token": self.token, "pos": self.pos, "n_seq_id": self._n_seq, "seq_id": self._seq_ptr,
+                  "logits": self.output}
+        if n_embd:
+            fields["embd"] = self.embd
+        kinds = dict(c.llama_batch._fields_)
+        for name, array in fields.items():
+            setattr(self._struct, name, ctypes.cast(array.ctypes.data, kinds[name]))
+
+    def clear(self) -> None:
+        self.n = 0
+
+    def add(self, tokens: Sequence[int], pos0: int, seq: int, *, output: str) -> int:
+        """Consecutive tokens of one sequence; ``output``: ``all``, ``last`` or ``none`` have logits. Returns the first index."""
+        first, count = self.n, len(tokens)
+        end = first + count
+        if end > self.capacity:
+            raise EngineError(f"A batch of {self.capacity} tokens was asked to hold {end}.")
+        self.token[first:end] = tokens
+        self.pos[first:end] = np.arange(pos0, pos0 + count)
+        self.seq[first:end] = seq
+        self.output[first:end] = output == "all"
+        if output == "last":
+            self.output[end - 1] = 1
+        self.n = end
+        return first
+
+    @property
+    def struct(self) -> Any:
+        self._struct.n_tokens = self.n
+        return self._struct
+
+
+class Context:
+    """One llama_context: decode, logits, hidden rows, and the memory of its sequences.
+
+    Raises: DeviceError with llama.cpp's own reason when it cannot be made (mostly: out of memory).
+    """
+
+    def __init__(self, model: Model, *, n_ctx: int, n_batch: int, n_ubatch: int, n_seq_max: int, n_outputs_max: int,
+                 type_k: str, type_v: str, flash_attn: str, n_threads: int, n_rs_seq: int = 0, mtp_of: Context | None = None,
+                 swa_full: bool = False, embeddings: bool = False) -> None:
+        a = api()
+        c = a.c
+        self._a = a
+        params = c.llama_context_default_params()
+        params.n_ctx = n_ctx
+        params.n_batch = n_batch
+        params.n_ubatch = n_ubatch
+        params.n_seq_max = n_seq_max
+        params.n_outputs_max = n_outputs_max
+        params.n_rs_seq = n_rs_seq
+        params.n_threads = params.n_threads_batch = n_threads
+        params.flash_attn_type = FLASH_ATTN[flash_attn]
+        params.type_k = CACHE_TYPES[type_k]
+        params.type_v = CACHE_TYPES[type_v]
+        params.kv_unified = n_seq_max > 1
+        params.swa_full = swa_full
+        params.no_perf = True
+        params.embeddings = embeddings
+        if embeddings:
+            params.pooling_type = POOLING_MEAN
+        if mtp_of is not None:
+            params.ctx_type = CTX_MTP
+            params.ctx_other = mtp_of.handle
+        self.model = model
+        self.log = LoadLog()
+        with collect(self.log):
+            self.handle = c.llama_init_from_model(model.handle, params)
+        if not self.handle:
+            raise DeviceError(f"A context of {n_ctx} tokens cannot be made: {self.log.why()}.",
+                              "Use a smaller ctx_size, a quantised KV cache (cache_type_k/v = \"q8_0\"), or move layers.")
+        self.n_ctx = int(c.llama_n_ctx(self.handle))
+        self.n_rs_seq = int(c.llama_n_rs_seq(self.handle))
+        self._memory = c.llama_get_memory(self.handle)
+        self._row = ctypes.c_float * model.vocab.n_tokens
+        self._hidden = ctypes.c_float * model.n_embd
+        self._hidden_bytes = 4 * model.n_embd
+
+    def use_nextn(self, *, masked: bool) -> None:
+        """Keep hidden rows of each decode: of every token, or only (masked) of those with output."""
+        self._a.ext.llama_set_embeddings_nextn(self.handle, True, masked)
+
+    def decode(self, batch: Batch) -> int:
+        """llama_decode's return code: 0 good, 1 no room in the memory, 2 aborted. Raises EngineError for the rest."""
+        code = int(self._a.decode(self.handle, batch.struct))
+        if code < 0:
+            raise EngineError(f"llama_decode failed with {code} on a batch of {batch.n} tokens.",
+                              "See the log above this line; `hydra doctor` checks devices and peers.")
+        return code
+
+    def synchronize(self) -> None:
+        self._a.synchronize(self.handle)
+
+    def logits(self, index: int) -> npt.NDArray[np.float32]:
+        """Logits of the batch's token ``index``: [n_vocab], a view that the next decode overwrites."""
+        address = self._a.logits_ith(self.handle, index)
+        if not address:
+            raise EngineError(f"There are no logits for token {index} of the batch.")
+        return np.frombuffer(self._row.from_address(address), np.float32)
+
+    def hidden(self, index: int) -> npt.NDArray[np.float32]:
+        """Hidden row of the batch's token ``index``: [n_embd], a view that the next decode overwrites."""
+        return np.frombuffer(self._hidden.from_address(self._hidden_address(index)), np.float32)
+
+    def copy_hidden(self, first: int, count: int, out: npt.NDArray[np.float32]) -> None:
+        """Hidden rows of ``count`` consecutive tokens of one sequence into ``out`` [count, n_embd]."""
+        start = self._hidden_address(first)
+        if count == 1 or self._hidden_address(first + count - 1) - start == (count - 1) * self._hidden_bytes:
+            ctypes.memmove(out.ctypes.data, start, count * self._hidden_bytes)
+            return
+        for i in range(count):  # another sequence's tokens lie between: llama.cpp split the batch by sequence
+            ctypes.memmove(out.ctypes.data + i * self._hidden_bytes, self._hidden_address(first + i), self._hidden_bytes)
+
+    def _hidden_address(self, index: int) -> int:
+        address = self._a.nextn_ith(self.handle, index)
+        if not address:
+            raise EngineError(f"There is no hidden row for token {index} of the batch.")
+        return int(address)
+
+    def embedding(self, seq: int) -> list[float]:
+        """The pooled embedding of one sequence."""
+        row = self._a.c.llama_get_embeddings_seq(self.handle, seq)
+        if not row:
+            raise RequestError("This model gives no embeddings.")
+        return [float(value) for value in row[:self.model.n_embd]]
+
+    def remove(self, seq: int, first: int) -> bool:
+        """Forget positions ``first`` and up of a sequence. False when this kind of memory cannot."""
+        return bool(self._a.c.llama_memory_seq_rm(self._memory, seq, first, -1))
+
+    def pos_min(self, seq: int) -> int:
+        return int(self._a.c.llama_memory_seq_pos_min(self._memory, seq))
+
+    def pos_max(self, seq: int) -> int:
+        return int(self._a.c.llama_memory_seq_pos_max(self._memory, seq))
+
+    def can_shift(self) -> bool:
+        return bool(self._a.c.llama_memory_can_shift(self._memory))
+
+    def shift(self, seq: int, first: int, count: int, end: int) -> bool:
+        """Drop ``count`` positions from ``first`` and move those up to ``end`` down by as many."""
+        if not self._a.c.llama_memory_seq_rm(self._memory, seq, first, first + count):
+            return False
+        self._a.c.llama_memory_seq_add(self._memory, seq, first + count, end, -count)
+        return True
+
+    def state(self, seq: int) -> bytes:
+        """One sequence's whole state as bytes."""
+        size = int(self._a.c.llama_state_seq_get_size(self.handle, seq))
+        buffer = (ctypes.c_uint8 * size)()
+        written = int(self._a.c.llama_state_seq_get_data(self.handle, buffer, size, seq))
+        return bytes(memoryview(buffer)[:written])
+
+    def close(self) -> None:
+        if self.handle:
+            self._a.c.llama_free(self.handle)
+            self.handle = None
+
+    def __enter__(self) -> Context:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def json_schema_to_gbnf(schema: str) -> str:
+    """llama-cpp-python's own converter; it raises whatever its parts raise."""
+    from llama_cpp.llama_grammar import json_schema_to_gbnf as convert
+
+    return str(convert(schema))

@@ -1,0 +1,229 @@
+"""Loads what an EngineSpec describes: peers, model with its layers placed by node name, target and draft contexts.
+
+Knows placement and memory; does not know requests. What can fail fails here, before anything is served.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from hydra.errors import ModelError
+
+from . import placement
+from .draft import Drafter, MtpDrafter, batch_capacity
+from .llama import DEVICE_CPU, Context, Device, Model, local_devices, register_peer
+from .lookup import LookupDrafter
+from .spec import EngineSpec
+
+ProgressSink = Callable[[dict[str, Any]], None]
+_PROGRESS_PERIOD_S = 0.1
+
+
+@dataclass
+class Placement:
+    """Devices in llama.cpp's order (peers, then the head's), repeating layers for each, and whose they are.
+
+    ``n_extra``: MTP blocks and the output, which go to the last device.
+    """
+
+    devices: list[Device]
+    counts: list[int]
+    node_of: dict[str, str]
+    layers: dict[str, int]
+    n_extra: int
+
+
+@dataclass
+class Loaded:
+    """Everything native that an engine owns; ``close`` ends contexts before the model."""
+
+    spec: EngineSpec
+    model: Model
+    target: Context
+    drafter: Drafter | None
+    layers: dict[str, int]
+    memory: dict[str, dict[str, int]]
+    notes: list[str] = field(default_factory=list)
+
+    def close(self) -> None:
+        if self.drafter is not None:
+            self.drafter.close()
+        self.target.close()
+        self.model.close()
+
+
+def n_threads(asked: int) -> int:
+    """CPU threads: as asked, or one for each core this process may use."""
+    return asked or len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else asked or os.cpu_count() or 1
+
+
+def load(spec: EngineSpec, progress: ProgressSink | None = None) -> Loaded:
+    """Load everything. ``progress`` gets the fields of the ``progress`` frame.
+
+    Raises: PeerUnreachable, DeviceError, ModelError, LibraryError, each with numbers.
+    """
+    spec.check()
+    report = progress or (lambda _event: None)
+    report({"stage": "peers"})
+    place = find_devices(spec, read_shape(spec.model_path))
+    report({"stage": "model"})
+    wants_mtp = spec.draft.kind in ("auto", "mtp")
+    local_only = not spec.endpoints and all(device.kind == DEVICE_CPU for device in place.devices)
+    tracker = _Tracker(report, place)
+    model = Model(
+        spec.model_path, [] if local_only else place.devices,
+        [] if local_only else placement.tensor_split(place.counts, place.n_extra),
+        load_mtp=wants_mtp, pipeline=spec.pipeline, use_extra_bufts=spec.use_extra_bufts, progress=tracker.on_progress)
+    tracker.finish()
+    try:
+        layers = _verify(model, place, spec.head, local_only)
+        report({"stage": "contexts"})
+        return _contexts(spec, model, place, layers)
+    except BaseException:
+        model.close()
+        raise
+
+
+@dataclass
+class Shape:
+    """What the GGUF's header says that placement needs."""
+
+    n_layer: int
+    n_layer_nextn: int
+
+
+def read_shape(path: str) -> Shape:
+    """Layers and MTP blocks of a GGUF, from its header alone. Raises ModelError."""
+    try:
+        with Model(path, [], [], load_mtp=False, pipeline=True, use_extra_bufts=False, vocab_only=True) as model:
+            arch = model.meta("general.architecture") or ""
+            n_all = int(model.meta(f"{arch}.block_count") or 0)
+            nextn = int(model.meta(f"{arch}.nextn_predict_layers") or 0)
+    except ValueError as exc:
+        raise ModelError(f"{path} has a header that cannot be read: {exc}.") from exc
+    if n_all <= nextn:
+        raise ModelError(f"{path} says that it has {n_all} blocks.", "Is it a language model's GGUF (its first part)?")
+    return Shape(n_all - nextn, nextn)
+
+
+def find_devices(spec: EngineSpec, shape: Shape) -> Placement:
+    """Peers registered and local devices found, with each one's layers. Raises PeerUnreachable, DeviceError, ModelError."""
+    peers = [register_peer(endpoint.address, endpoint.device) for endpoint in spec.endpoints]
+    local = local_devices(spec.devices)
+    free: dict[str, int] = {}
+    if spec.endpoints and not spec.layers:
+        free = {e.node: device.memory()[0] for e, device in zip(spec.endpoints, peers, strict=True)}
+        free[spec.head] = sum(device.memory()[0] for device in local)
+    layers = placement.layers_by_node(shape.n_layer, [e.node for e in spec.endpoints], spec.head, spec.layers, free)
+    counts = [layers[e.node] for e in spec.endpoints]
+    counts += placement.spread(layers[spec.head], [device.memory()[0] if len(local) > 1 else 1 for device in local])
+    node_of = {device.name: e.node for e, device in zip(spec.endpoints, peers, strict=True)}
+    node_of.update({device.name: spec.head for device in local})
+    node_of.setdefault("CPU", spec.head)  # token embeddings always lie there
+    return Placement([*peers, *local], counts, node_of, layers, shape.n_layer_nextn + 1)
+
+
+def _verify(model: Model, place: Placement, head: str, local_only: bool) -> dict[str, int]:
+    if local_only:
+        return {head: model.n_layer}
+    return placement.verify(place.layers, model.log.layers, place.node_of, model.n_layer, head)
+
+
+def _contexts(spec: EngineSpec, model: Model, place: Placement, layers: dict[str, int]) -> Loaded:
+    notes: list[str] = []
+    kind = _drafter_kind(spec, model, notes)
+    drafts = kind != "none"
+    outputs = spec.parallel * (1 + spec.draft.n_max if drafts else 1)
+    n_batch = max(spec.batch_size, outputs)
+    n_ubatch = min(max(spec.ubatch_size, spec.draft.n_max + 2), n_batch)
+    common: dict[str, Any] = {
+        "n_ctx": spec.ctx_size or model.n_ctx_train, "n_ubatch": n_ubatch, "n_seq_max": spec.parallel,
+        "type_k": spec.cache_type_k, "type_v": spec.cache_type_v, "flash_attn": spec.flash_attn,
+        "n_threads": n_threads(spec.threads)}
+    target = Context(model, n_batch=n_batch, n_outputs_max=max(outputs, spec.parallel),
+                     n_rs_seq=spec.draft.n_max if drafts and model.recurrent else 0,
+                     # A refused draft is taken back, which a sliding window that has moved on does not allow.
+                     swa_full=drafts and model.n_swa > 0, **common)
+    drafter: Drafter | None = None
+    logs = [model.log, target.log]
+    try:
+        if model.recurrent and drafts and target.n_rs_seq < spec.draft.n_max:
+            notes.append(f"This architecture keeps {target.n_rs_seq} snapshots of its state, so nothing is drafted.")
+            kind = "none"
+        if kind == "mtp":
+            context = Context(model, n_batch=batch_capacity(spec.parallel, n_batch, spec.draft.n_max),
+                              n_outputs_max=spec.parallel, mtp_of=target, **common)
+            logs.append(context.log)
+            drafter = MtpDrafter(target, context, n_slots=spec.parallel, n_batch=n_batch, n_max=spec.draft.n_max,
+                                 p_min=spec.draft.p_min)
+        elif kind == "lookup":
+            drafter = LookupDrafter(n_slots=spec.parallel, n_max=spec.draft.n_max)
+    except BaseException:
+        target.close()
+        raise
+    memory: dict[str, dict[str, int]] = {}
+    for log in logs:
+        for item in log.buffers:
+            node = place.node_of.get(_device_of(item.buffer, place), spec.head)
+            kinds = memory.setdefault(node, {})
+            name = f"draft {item.kind}" if drafter is not None and log is logs[-1] and len(logs) == 3 else item.kind
+            kinds[name] = kinds.get(name, 0) + item.size_bytes
+    return Loaded(spec, model, target, drafter, layers, memory, notes)
+
+
+def _device_of(buffer: str, place: Placement) -> str:
+    """The device of a buffer by its name: ``RPC0[host:port]``, ``CUDA0``, ``CPU_Mapped``, ``CUDA_Host``."""
+    return next((device.name for device in place.devices if buffer == device.name or buffer.startswith(device.name + "[")),
+                "CPU")
+
+
+def _drafter_kind(spec: EngineSpec, model: Model, notes: list[str]) -> str:
+    kind = spec.draft.kind
+    if kind == "none":
+        return kind
+    if kind == "lookup":
+        return kind
+    if model.n_layer_nextn == 0:
+        notes.append("This model has no MTP block: nothing is drafted ahead.")
+        return "none"
+    if model.n_layer_nextn > 1:
+        notes.append(f"This model has {model.n_layer_nextn} MTP blocks; hydra drafts with exactly one, so nothing is drafted.")
+        return "none"
+    return "mtp"
+
+
+class _Tracker:
+    """Turns llama.cpp's one fraction into bytes and layers by node; the loader goes through the buffers in its log's order."""
+
+    def __init__(self, report: ProgressSink, place: Placement) -> None:
+        self._report = report
+        self._place = place
+        self._started = time.perf_counter()
+        self._last = 0.0
+        self.total_bytes = 0
+
+    def on_progress(self, fraction: float) -> bool:
+        now = time.perf_counter()
+        if now - self._last < _PROGRESS_PERIOD_S and fraction < 1:
+            return True
+        self._last = now
+        elapsed = now - self._started
+        n_layers = sum(self._place.layers.values())
+        done = fraction * n_layers
+        node, passed = "", 0
+        for name, count in self._place.layers.items():
+            node = name
+            if done < passed + count:
+                break
+            passed += count
+        self._report({"stage": "weights", "node": node, "fraction": round(fraction, 4), "layers_done": int(done),
+                      "layers_total": n_layers, "eta_s": round(elapsed / fraction - elapsed, 1) if fraction > 0.01 else None})
+        return True
+
+    def finish(self) -> None:
+        self._report({"stage": "weights", "fraction": 1.0, "layers_done": sum(self._place.layers.values()),
+                      "layers_total": sum(self._place.layers.values()), "eta_s": 0.0, "node": ""})
