@@ -21,7 +21,7 @@ from typer.core import TyperGroup
 from .errors import ConfigError, HydraError
 
 # Processes that hydra starts of itself: `python -m hydra _engine …`. Not for people, so not in the help.
-INTERNAL = {"_engine": "hydra.head.child", "_worker": "hydra.peer.worker"}
+INTERNAL = ("_engine", "_peer", "_worker")
 # Groups that live beside their subject: module of `app`, and the help line shown without importing it.
 LAZY = {"bench": ("hydra.bench.cli", "Measure side by side: stock peer, our peer, link, MTP.")}
 EXIT_BUG, EXIT_INTERRUPTED = 70, 130
@@ -85,6 +85,16 @@ def settings(pairs: Sequence[str] | None) -> dict[str, str]:
     return found
 
 
+LogFormat = Annotated[str, typer.Option("--log-format", metavar="text|json", envvar="HYDRA_LOG_FORMAT",
+                                        help="Log lines as text or as JSON objects.")]
+
+
+def _log_json(value: str) -> bool:
+    if value not in ("text", "json"):
+        raise ConfigError(f"--log-format {value} is not known.", "Use text or json.")
+    return value == "json"
+
+
 # ---- commands ------------------------------------------------------------------------------------------------------
 
 
@@ -95,6 +105,66 @@ def root(version: Annotated[bool, typer.Option("--version", help="Print the vers
 
         console.result(f"hydra {__version__}")
         raise typer.Exit
+
+
+@app.command("up")
+def up_command(
+    config: ConfigFile = None,
+    node: NodeName = None,
+    model: Annotated[str | None, typer.Option("--model", "-m", metavar="FILE", help="[model] path")] = None,
+    ctx_size: Annotated[int | None, typer.Option("--ctx-size", "-c", metavar="N", help="[model] ctx_size")] = None,
+    batch: Annotated[int | None, typer.Option("--batch-size", "-b", metavar="N", help="[model] batch_size")] = None,
+    ubatch: Annotated[int | None, typer.Option("--ubatch-size", "-ub", metavar="N", help="[model] ubatch_size")] = None,
+    type_k: Annotated[str | None, typer.Option("--cache-type-k", "-ctk", metavar="TYPE",
+                                               help="[model] cache_type_k")] = None,
+    type_v: Annotated[str | None, typer.Option("--cache-type-v", "-ctv", metavar="TYPE",
+                                               help="[model] cache_type_v")] = None,
+    flash: Annotated[str | None, typer.Option("--flash-attn", "-fa", metavar="on|off|auto",
+                                              help="[model] flash_attn")] = None,
+    parallel: Annotated[int | None, typer.Option("--parallel", "-np", metavar="N", help="[model] parallel")] = None,
+    threads: Annotated[int | None, typer.Option("--threads", "-t", metavar="N", help="[model] threads")] = None,
+    n_max: Annotated[int | None, typer.Option("--spec-draft-n-max", metavar="N", help="[mtp] draft_n_max")] = None,
+    p_min: Annotated[float | None, typer.Option("--spec-draft-p-min", metavar="P", help="[mtp] draft_p_min")] = None,
+    host: Annotated[str | None, typer.Option("--host", metavar="ADDRESS", help="[head] api_host")] = None,
+    port: Annotated[int | None, typer.Option("--port", metavar="N", help="[head] api_port")] = None,
+    set_: Setting = None,
+    log_format: LogFormat = "text",
+    debug: Debug = False,
+) -> None:
+    """Run this box's node of hydra.toml: serve its device (peer), or load the model and serve the API (head)."""
+    from .commands import up
+
+    overrides = {"model.path": os.path.abspath(model) if model else None, "model.ctx_size": ctx_size,
+                 "model.batch_size": batch, "model.ubatch_size": ubatch, "model.cache_type_k": type_k,
+                 "model.cache_type_v": type_v, "model.flash_attn": flash, "model.parallel": parallel,
+                 "model.threads": threads, "mtp.draft_n_max": n_max, "mtp.draft_p_min": p_min, "head.api_host": host,
+                 "head.api_port": port, **settings(set_)}
+    up.run(config, node, overrides, log_json=_log_json(log_format), debug=debug)
+
+
+@app.command("peer")
+def peer_command(
+    bind: Annotated[str, typer.Option("--bind", metavar="HOST:PORT", help="Where to listen.")] = "127.0.0.1:50052",
+    device: Annotated[str, typer.Option(
+        "--device", metavar="NAME", help="ggml device, such as CUDA0, CPU; auto = first GPU, else the CPU.")] = "auto",
+    threads: Annotated[int, typer.Option("--threads", "-t", metavar="N",
+                                         help="CPU threads where the device is the CPU; 0 = physical cores.")] = 0,
+    cache_dir: Annotated[str, typer.Option("--cache-dir", metavar="DIR", help="Keep received weights here.")] = "",
+    cache_max_gib: Annotated[float, typer.Option("--cache-max-gib", metavar="N", help="Size limit of that.")] = 64.0,
+    model_path: Annotated[str, typer.Option("--model-path", metavar="FILE",
+                                            help="The same GGUF on this box: its weights then never cross.")] = "",
+    allow: Annotated[list[str] | None, typer.Option(
+        "--allow", metavar="ADDRESS", help="An address that may connect besides loopback. Repeatable.")] = None,
+    max_connections: Annotated[int, typer.Option("--max-connections", metavar="N", min=1,
+                                                 help="Head connections at a time.")] = 4,
+    log_format: LogFormat = "text",
+    debug: Debug = False,
+) -> None:
+    """Serve this box's device to a head, without a hydra.toml."""
+    from .commands import peer
+
+    peer.run(bind, device, threads, cache_dir, cache_max_gib, model_path, allow or [], max_connections,
+             log_json=_log_json(log_format), debug=debug)
 
 
 @app.command("version")
@@ -130,7 +200,7 @@ def config_show(config: ConfigFile = None, set_: Setting = None,
 def run(arguments: Sequence[str]) -> int:
     """Run one command line and return its exit code; every error has been told on stderr by then."""
     if arguments and arguments[0] in INTERNAL:
-        return int(importlib.import_module(INTERNAL[arguments[0]]).main(list(arguments[1:])) or 0)
+        return _internal(arguments[0], list(arguments[1:]))
     command = typer.main.get_command(app)
     try:
         code = command.main(list(arguments), prog_name="hydra", standalone_mode=False)
@@ -148,6 +218,23 @@ def run(arguments: Sequence[str]) -> int:
     except Exception as error:
         return _tell(error, f"internal: {type(error).__name__}: {error}",
                      "This is a bug of hydra: run it again with --debug and report the traceback.", EXIT_BUG)
+
+
+def _internal(name: str, arguments: list[str]) -> int:
+    if name == "_worker":
+        from .peer import worker
+
+        worker.main(int(arguments[0]))
+        return 0
+    if name == "_peer":
+        from .peer import launch
+
+        return launch.main(arguments)
+    from .head import child
+
+    code = child.main(int(arguments[-1]))
+    sys.stderr.flush()
+    os._exit(code)  # threads of a peer's connection may still wait inside libggml; nothing is left to be saved
 
 
 def _usage(error: typer.TyperException) -> int:

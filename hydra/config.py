@@ -361,12 +361,12 @@ class _Reader:
                                   f"{node.endpoint} is used twice: by node {node.name} and by {seen[address]}",
                                   "Give one of them another host or port.")
             seen[address] = f"node {node.name}"
-        for network in config.peer.allow:
+        for entry in config.peer.allow:
             try:
-                ipaddress.ip_network(network, strict=False)
+                ipaddress.ip_address(entry)
             except ValueError:
-                raise self._fault(("peer", "allow"), f"[peer] allow has {network!r}, which is no address or network",
-                                  "Write addresses such as 192.168.1.20 or 192.168.1.0/24.") from None
+                raise self._fault(("peer", "allow"), f"[peer] allow has {entry!r}, which is no IP address",
+                                  "Write addresses such as 192.168.1.20, one by one.") from None
 
     def _check_whole(self, config: Config) -> None:
         model = config.model

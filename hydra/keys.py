@@ -92,7 +92,7 @@ class PeerConfig:
     """[peer]"""
 
     max_connections: int = _key(4, "int", "Head connections at a time; one more is refused at once.", low=1, high=64)
-    allow: tuple[str, ...] = _key((), "list", "Addresses or networks that may connect besides nodes and loopback.")
+    allow: tuple[str, ...] = _key((), "list", "IP addresses that may connect besides the nodes and loopback.")
     cache_dir: str = _key("", "path", "Where received weights are kept for the next load. Empty = nowhere.", local=True)
     cache_max_gib: float = _key(64.0, "float", "Size limit of cache_dir; the longest unused go first.", low=0.001)
     model_path: str = _key("", "path", "The same GGUF on the peer box, if it has one: its weights then never cross.",

@@ -106,7 +106,7 @@ def peer_settings(cfg: Config, node: NodeConfig) -> PeerSettings:
 
 
 def allowed(cfg: Config) -> tuple[str, ...]:
-    """Addresses and networks that may use a peer besides loopback: those of the nodes, and [peer] allow."""
+    """Addresses that may use a peer besides loopback: those of the nodes, and [peer] allow."""
     found: list[str] = []
     for node in cfg.nodes:
         try:
@@ -118,4 +118,4 @@ def allowed(cfg: Config) -> tuple[str, ...]:
                                   f"({cfg.origins[f'nodes.{node.name}.host']}).",
                                   "Write its IP address, or mend the name service.") from None
         found += [address for address in addresses if address not in found]
-    return (*found, *(network for network in cfg.peer.allow if network not in found))
+    return (*found, *(address for address in cfg.peer.allow if address not in found))
