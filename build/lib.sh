@@ -148,11 +148,10 @@ fetch_sdist() {
     printf '%s\n' "$folder/$llama_sdist"
 }
 
-# Builds the wheel into our own cache unless it is there; prints its path. pip's wheel cache is kept out of it: that one
-# does not look at CMAKE_ARGS and would hand back a build without RPC.
+# ensure_wheel FOLDER: builds the wheel into our own cache unless it is there; prints its path. pip's wheel cache is kept
+# out of it: that one does not look at CMAKE_ARGS and would hand back a build without RPC.
 ensure_wheel() {
-    local folder sdist
-    folder="$cache/wheels/$llama_version-$backend-$(build_key)"
+    local folder=$1 sdist
     if ! compgen -G "$folder/*.whl" >/dev/null; then
         sdist=$(fetch_sdist)
         mkdir -p "$folder" "$cache/logs"
@@ -177,18 +176,20 @@ check_llama() { "$python" "$root/build/check_llama.py" "$llama_version" "$backen
 
 # The environment gets our build of llama-cpp-python, checked by asking the library itself.
 ensure_llama() {
-    local wheel stamp="$venv/hydra-llama.stamp"
-    wheel=$(ensure_wheel)
-    [[ -f $stamp && $(<"$stamp") == "$wheel" ]] && check_llama && return
+    local folder wheel stamp="$venv/hydra-llama.stamp"
+    folder="$cache/wheels/$llama_version-$backend-$(build_key)"
+    [[ -f $stamp && $(<"$stamp") == "$folder" ]] && check_llama && return
+    rm -f "$stamp"
+    wheel=$(ensure_wheel "$folder")
     pip_install --no-deps --force-reinstall --no-cache-dir "$wheel"
     if ! check_llama; then
         say "the kept build $wheel is of no use; building it again"
         rm -f "$wheel"
-        wheel=$(ensure_wheel)
+        wheel=$(ensure_wheel "$folder")
         pip_install --no-deps --force-reinstall --no-cache-dir "$wheel"
         check_llama || fail "llama-cpp-python was built and does not work; see above and $cache/logs/llama-cpp-python.log"
     fi
-    printf '%s\n' "$wheel" >"$stamp"
+    printf '%s\n' "$folder" >"$stamp"
 }
 
 # --- 4. hydra and its Python packages ---------------------------------------------------------------------------------

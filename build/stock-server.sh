@@ -24,6 +24,7 @@ if [[ ! -f $folder/complete ]]; then
     "$python" "$root/build/progress.py" --what "llama-server" --log "$cache/logs/stock-server.log" -- \
         cmake --build "$folder/work" --target llama-server ggml-rpc-server llama-bench ||
         fail "llama.cpp's programs could not be built; see above."
+    rm -rf "$folder/source"
     touch "$folder/complete"
 fi
 printf '%s\n' "$folder/work/bin"

@@ -209,3 +209,53 @@ def test_the_library_that_is_installed_passes_its_own_check():
     other = subprocess.run([*check, "0.0.1", "cpu"], capture_output=True, text=True, timeout=60)
     assert other.returncode == 1
     assert "needs exactly 0.0.1" in other.stderr
+
+
+# --- which build ends up in .venv: the steps replaced by ones that say what they do ---
+
+STUBS = """
+venv="$XDG_CACHE_HOME/venv"; mkdir -p "$venv"; backend=cpu; cmake_args=()
+build_key() { echo 0123456789abcdef; }
+ensure_wheel() {
+    mkdir -p "$1"; [[ -f $1/a.whl ]] || { echo build >>"$venv/steps"; touch "$1/a.whl"; }; echo "$1/a.whl"
+}
+pip_install() { echo "install ${*: -1}" | sed "s#$cache/##" >>"$venv/steps"; }
+check_llama() { [[ $(wc -l <"$venv/steps") -ge $works_after ]]; }
+touch "$venv/steps"
+"""
+WHEEL = "wheels/0.3.36-cpu-0123456789abcdef/a.whl"
+
+
+def test_a_second_run_installs_nothing_even_without_the_kept_wheel(bash):
+    shown = bash(f'{STUBS} works_after=2; ensure_llama; rm -r "$cache/wheels"; ensure_llama; cat "$venv/steps"')
+    assert shown.returncode == 0, shown.stderr
+    assert shown.stdout.splitlines() == ["build", f"install {WHEEL}"]
+
+
+def test_a_kept_wheel_of_no_use_is_built_again_once(bash):
+    shown = bash(f'{STUBS} ensure_wheel "$cache/{WHEEL[:-6]}" >&2; works_after=4; ensure_llama; cat "$venv/steps"')
+    assert shown.returncode == 0, shown.stderr
+    assert shown.stdout.splitlines() == ["build", f"install {WHEEL}", "build", f"install {WHEEL}"]
+    assert "of no use" in shown.stderr
+
+
+def test_a_build_that_does_not_work_is_an_error_and_leaves_no_stamp(bash):
+    shown = bash(f"{STUBS} works_after=99; ensure_llama")
+    assert shown.returncode == 1
+    assert "does not work" in shown.stderr
+    assert bash('ls "$XDG_CACHE_HOME/venv"').stdout.split() == ["steps"]
+
+
+def test_another_build_put_into_the_environment_is_replaced(bash):
+    first = bash(f"{STUBS} works_after=2; ensure_llama")
+    assert first.returncode == 0, first.stderr
+    shown = bash(f'{STUBS} works_after=3; ensure_llama; cat "$venv/steps"')
+    assert shown.stdout.splitlines() == ["build", f"install {WHEEL}", f"install {WHEEL}"]
+
+
+def test_a_failure_inside_a_step_stops_the_script(bash):
+    shown = bash('python=/bin/false; fetch_sdist() { fail "no source"; }; cmake_args=(); backend=cpu; '
+                 'ensure_wheel "$cache/wheels/x"; echo went on')  # fmt: skip
+    assert shown.returncode == 1
+    assert "no source" in shown.stderr
+    assert "went on" not in shown.stdout
