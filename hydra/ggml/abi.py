@@ -9,8 +9,8 @@
       0 size i32   4 n_nodes   8 n_leafs (+4)   16 nodes**  24 grads**  32 grad_accs**  40 leafs**  48 use_counts i32*
      56 hash: size u64, used u32*, keys**      80 order i32 (+4)   88 uid u64
 
-The second is in no public header. ``verify_layout`` compares it with a graph that the library itself built; where it does not
-match, hydra.peer.graph falls back to ggml_graph_add_node (slower: no use counts, so no fusion).
+The second is in no public header. ``verify_layout`` compares it with a graph that the library itself built; where it
+does not match, hydra.peer.graph falls back to ggml_graph_add_node (slower: no use counts, so no fusion).
 """
 
 from __future__ import annotations
@@ -25,10 +25,12 @@ from hydra.ggml.library import Ggml
 TENSOR = np.dtype(
     {
         "names": [
-            "type", "buffer", "ne", "nb", "op", "op_params", "flags", "src", "view_src", "view_offs", "data", "name", "extra",
+            "type", "buffer", "ne", "nb", "op", "op_params", "flags", "src", "view_src", "view_offs", "data",
+            "name", "extra",
         ],
         "formats": [
-            "<i4", "<u8", ("<i8", (4,)), ("<u8", (4,)), "<i4", ("<i4", (16,)), "<i4", ("<u8", (10,)), "<u8", "<u8", "<u8",
+            "<i4", "<u8", ("<i8", (4,)), ("<u8", (4,)), "<i4", ("<i4", (16,)), "<i4", ("<u8", (10,)), "<u8", "<u8",
+            "<u8",
             "S64", "<u8",
         ],
         "offsets": [0, 8, 16, 48, 80, 84, 148, 152, 232, 240, 248, 256, 320],
@@ -104,7 +106,7 @@ def verify_layout(ggml: Ggml) -> str:
                 slot = (slot + 1) % graph.hash_set.size
             if keys[slot] != tensor or not used[slot >> 5] >> (slot & 31) & 1 or counts[slot] != uses:
                 return f"use count {counts[slot]} where {uses} is due"
-        row = np.frombuffer((ctypes.c_char * TENSOR_SIZE).from_address(product), dtype=TENSOR)[0]
+        row = np.frombuffer(ctypes.string_at(product, TENSOR_SIZE), dtype=TENSOR)[0]
         if row["src"][0] != total or row["src"][1] != a or row["ne"][0] != 8 or row["nb"][1] != 32:
             return "ggml_tensor"
         return ""

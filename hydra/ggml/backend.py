@@ -11,8 +11,6 @@ from ctypes import c_size_t
 from dataclasses import dataclass
 from types import TracebackType
 
-import numpy as np
-
 from hydra.errors import DeviceError
 from hydra.ggml import abi
 from hydra.ggml.library import DEVICE_TYPES, Ggml
@@ -175,7 +173,7 @@ class Event:
 class PinnedMemory:
     """Host memory that the device copies from and to by itself (pinned, where the backend offers that; else plain).
 
-    view: uint8[size]; address: of its first byte.
+    view: size bytes, writable; address: of its first byte.
     """
 
     def __init__(self, backend: Backend, size: int) -> None:
@@ -188,13 +186,14 @@ class PinnedMemory:
         self.pinned = bool(self._handle)
         if self._handle:
             self.address = int(ggml.ggml_backend_buffer_get_base(self._handle))
-            self.view = np.frombuffer((ctypes.c_uint8 * size).from_address(self.address), dtype=np.uint8)
+            self.view = memoryview((ctypes.c_char * size).from_address(self.address)).cast("B")
         else:
-            self.view = abi.aligned_bytes(size)
-            self.address = int(self.view.ctypes.data)
+            plain = abi.aligned_bytes(size)
+            self.view = plain.data
+            self.address = int(plain.ctypes.data)
 
     def close(self) -> None:
         if self._handle:
-            self.view = np.zeros(0, dtype=np.uint8)
+            self.view = memoryview(b"")
             self._ggml.ggml_backend_buffer_free(self._handle)
             self._handle = 0

@@ -1,8 +1,8 @@
 """Finds, loads and checks libggml: the very files that libllama is linked to.
 
-A wheel holds three copies of every library (``libggml.so``, ``.so.0``, ``.so.0.25.3``), not links. libllama depends on the
-``.so.0`` names; a library opened under any other name is a second one with a second, empty device registry. So only the
-``.so.0`` names are opened here, and ``loaded_files`` lets the doctor prove it.
+A wheel holds three copies of every library (``libggml.so``, ``.so.0``, ``.so.0.25.3``), not links. libllama depends on
+the ``.so.0`` names; a library opened under any other name is a second one with a second, empty device registry. So
+only the ``.so.0`` names are opened here, and ``loaded_files`` lets the doctor prove it.
 
 Does not import llama_cpp (that is for hydra.head.llama alone): the package is only located.
 
@@ -123,7 +123,7 @@ class Ggml:
                     function = getattr(library, name)
                 except AttributeError as exc:
                     raise LibraryError(
-                        f"{directory} has no function {name}: it is not llama.cpp as llama-cpp-python {PINNED_PACKAGE} builds it.",
+                        f"{directory} has no function {name}: not a llama.cpp as llama-cpp-python {PINNED_PACKAGE} builds.",
                         "Run `bash build/test.sh` or reinstall llama-cpp-python at the pinned version.",
                     ) from exc
                 function.restype = restype
@@ -183,7 +183,7 @@ def package_dir() -> Path:
             "The Python package llama-cpp-python is not installed.",
             f"Install version {PINNED_PACKAGE} built with GGML_RPC=ON; `bash build/demo.sh` does all of it.",
         )
-    return Path(list(spec.submodule_search_locations)[0])
+    return Path(next(iter(spec.submodule_search_locations)))
 
 
 def package_version() -> str | None:

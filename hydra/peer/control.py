@@ -5,8 +5,8 @@
     /sockets   the options of this very connection, as the kernel has them
     /metrics   the same figures for Prometheus
 
-A full queue answers 503 and nothing else waits for it: the compute path never comes through here. Requests are parsed by the
-standard library's http.server; every one is bounded in time and answered with Connection: close.
+A full queue answers 503 and nothing else waits for it: the compute path never comes through here. Requests are parsed
+by the standard library's http.server; every one is bounded in time and answered with Connection: close.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.source = source
         super().__init__(sock, address, None)  # type: ignore[arg-type]
 
-    def do_GET(self) -> None:  # noqa: N802 - the name that http.server calls
+    def do_GET(self) -> None:
         self.close_connection = True
         path = self.path.split("?")[0]
         if path == "/health":
@@ -72,7 +72,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(body)
 
-    def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - http.server's name
+    def log_message(self, format: str, *args: object) -> None:
         pass  # a health check every few seconds is no news
 
 
@@ -100,9 +100,7 @@ class ControlPool:
     def __init__(self, source: Source) -> None:
         self.source = source
         self._queue: queue.Queue[tuple[socket.socket, tuple[str, int]] | None] = queue.Queue(QUEUE_LENGTH)
-        self._threads = [
-            threading.Thread(target=self._work, name=f"control {n}", daemon=True) for n in range(THREADS)
-        ]
+        self._threads = [threading.Thread(target=self._work, name=f"control {n}", daemon=True) for n in range(THREADS)]
         for thread in self._threads:
             thread.start()
 

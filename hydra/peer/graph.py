@@ -1,16 +1,18 @@
 """A graph from the wire to a ggml_cgraph, column by column, without a Python loop over tensors.
 
-A GRAPH_COMPUTE message is an array of 296-byte rpc_tensors; libggml wants an array of 336-byte ggml_tensors with pointers
-between them, and a ggml_cgraph over it. Both are numpy structured arrays here: columns are copied whole, ids become addresses
-with one sort and one searchsorted.
+A GRAPH_COMPUTE message is an array of 296-byte rpc_tensors; libggml wants an array of 336-byte ggml_tensors with
+pointers between them, and a ggml_cgraph over it. Both are numpy structured arrays here: columns are copied whole, ids
+become addresses with one sort and one searchsorted.
 
-Each ``Arena`` holds one graph in memory of its own that never moves: the CUDA backend keys its captured graphs by the address
-of the first node. A message like an arena's last one is compared with it, and only the rows that differ are written; addresses
-and use counts stay. Several arenas are kept per device, so that the few graphs a head alternates between (decode, the widths of
-a verify batch, a prefill ubatch) each keep theirs, and a bound on them is a bound on captured graphs.
+Each ``Arena`` holds one graph in memory of its own that never moves: the CUDA backend keys its captured graphs by the
+address of the first node. A message like an arena's last one is compared with it, and only the rows that differ are
+written; addresses and use counts stay. Several arenas are kept per device, so that the few graphs a head alternates
+between (decode, the widths of a verify batch, a prefill ubatch) each keep theirs, and a bound on them is a bound on
+captured graphs.
 
-The use counts are those on the wire, never recounted: a tensor may be used by another part of the split graph, and without
-them the backends do not fuse operations. Whether a graph is one that a backend may be given is for hydra.peer.rules.
+The use counts are those on the wire, never recounted: a tensor may be used by another part of the split graph, and
+without them the backends do not fuse operations. Whether a graph is one that a backend may be given is for
+hydra.peer.rules.
 
 Layouts: hydra.rpc.wire, hydra.ggml.abi. Source: ggml-rpc.cpp (graph_compute, create_node), ggml-impl.h (ggml_cgraph).
 """
@@ -58,8 +60,8 @@ class Arena:
         self.buf = np.full(n_tensors, -1, dtype=np.int64)
         self.data = np.zeros(n_tensors, dtype=np.uint64)
         self.nodes = np.zeros(n_nodes, dtype=np.int64)
-        self._sorted_ids = np.zeros(0, dtype=np.uint64)
-        self._order = np.zeros(0, dtype=np.int64)
+        self._sorted_ids: np.ndarray = np.zeros(0, dtype=np.uint64)
+        self._order: np.ndarray = np.zeros(0, dtype=np.int64)
         self.changed: np.ndarray | None = None
         self.built = False
         self.topology: bytes = b""
@@ -71,8 +73,9 @@ class Arena:
             self._ctx = self.ggml.context(self.ggml.ggml_graph_overhead_custom(n_nodes, False) + 1024)
             self.graph = int(self.ggml.ggml_new_graph_custom(self._ctx, n_nodes, False))
             return
-        # The hash of a tensor is address / 16 modulo a prime. Tensors lie 336 = 21 * 16 bytes apart and the prime is at least
-        # as large as their number and does not divide 21, so no two meet in a slot and probing is never needed.
+        # The hash of a tensor is address / 16 modulo a prime. Tensors lie 336 = 21 * 16 bytes apart and the prime is
+        # at least as large as their number and does not divide 21, so no two meet in a slot and probing is never
+        # needed.
         size = self.ggml.ggml_hash_size(max(2 * n_tensors, 16))
         self._slots = ((self.address >> 4) + np.arange(n_tensors, dtype=np.int64) * abi.HASH_UNIT) % size
         self._node_addresses = np.zeros(n_nodes, dtype=np.uint64)
@@ -246,7 +249,9 @@ class GraphStore:
         if best is None or best_rows is None or len(best_rows) > REWRITE_PART * n_tensors:
             best, best_rows = self._free_arena(shape), None
         self.arenas.remove(best)
-        best.update(node_ids, words, best_rows, handles)  # an arena that this fails in is gone, and so is the connection
+        best.update(
+            node_ids, words, best_rows, handles
+        )  # an arena that this fails in is gone, and so is the connection
         self.arenas.insert(0, best)
         self.last = best
         return best
@@ -287,7 +292,7 @@ def _parse(payload: memoryview) -> tuple[np.ndarray, np.ndarray, int]:
     wanted = at + 4 + n_tensors * wire.TENSOR_SIZE
     if n_tensors > wire.MAX_GRAPH_TENSORS or len(payload) != wanted:
         raise ProtocolError(
-            f"GRAPH_COMPUTE announces {n_nodes} nodes and {n_tensors} tensors in {len(payload)} bytes; that needs {wanted}."
+            f"GRAPH_COMPUTE announces {n_nodes} nodes and {n_tensors} tensors in {len(payload)} bytes; {wanted} are due."
         )
     if not n_nodes or n_nodes > n_tensors:
         raise ProtocolError(f"GRAPH_COMPUTE has {n_nodes} nodes and {n_tensors} tensors.")

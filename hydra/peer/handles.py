@@ -1,11 +1,11 @@
 """Opaque buffer handles and made-up addresses: what a head may know of this peer's memory is nothing.
 
 A head gets a ``remote_ptr`` (only ever echoed back) and a ``base`` (used for pointer arithmetic). Both are invented per
-connection from random starts: ``handle = first + index``, and bases that lie apart in a range that never was memory. Numbers
-of another connection are therefore unknown here, and no real address leaves the process.
+connection from random starts: ``handle = first + index``, and bases that lie apart in a range that never was memory.
+Numbers of another connection are therefore unknown here, and no real address leaves the process.
 
-The table is kept twice: as Python objects for single transfers, as numpy columns for whole graphs. An index is never used
-again within a connection, so that a stale handle stays unknown.
+The table is kept twice: as Python objects for single transfers, as numpy columns for whole graphs. An index is never
+used again within a connection, so that a stale handle stays unknown.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ MAX_BUFFERS = 4096
 class HandleTable:
     """Buffers of one connection by handle.
 
-    Columns over all indices ever given (rows of freed buffers have live = False): fake_base u64, real_base u64, size u64,
-    ggml u64 (the ggml_backend_buffer's address), live bool.
+    Columns over all indices ever given (rows of freed buffers have live = False): fake_base u64, real_base u64, size
+    u64, ggml u64 (the ggml_backend_buffer's address), live bool.
     """
 
     def __init__(self) -> None:
@@ -110,7 +110,9 @@ class HandleTable:
             bad = ~none
         if bad.any():
             at = int(np.flatnonzero(bad)[0])
-            raise ProtocolError(f"Tensor {at} lies in buffer {int(handles[at]):#x}, which is not one of this connection's.")
+            raise ProtocolError(
+                f"Tensor {at} lies in buffer {int(handles[at]):#x}, which is not one of this connection's."
+            )
         if (none & (data != 0)).any():
             at = int(np.flatnonzero(none & (data != 0))[0])
             raise ProtocolError(f"Tensor {at} has the address {int(data[at]):#x} but no buffer.")
@@ -122,6 +124,6 @@ class HandleTable:
         if outside.any():
             at = int(np.flatnonzero(outside)[0])
             raise ProtocolError(
-                f"Tensor {at} has the address {int(data[at]):#x}, outside its buffer of {int(self.size[index[at]])} bytes."
+                f"Tensor {at} has the address {int(data[at]):#x}, outside its {int(self.size[index[at]])} bytes."
             )
         return np.where(none, -1, index), offset

@@ -1,6 +1,7 @@
 """Starts a peer as a process of its own and waits until it serves: for the demo, the benchmarks and the tests.
 
-``python -m hydra.peer.launch SETTINGS`` is that process: it prints one JSON line on stdout when it is ready, then logs to stderr.
+``python -m hydra.peer.launch SETTINGS`` is that process: it prints one JSON line on stdout when it is ready, then logs
+to stderr.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ STOP_S = 12.0
 
 
 class PeerProcess:
-    """A running peer. host, port: where it serves; pid: the listener's; worker_pid: of the process that owns the device."""
+    """A running peer. host, port: where it serves; pid: the listener's; worker_pid: the device worker's."""
 
     def __init__(self, process: subprocess.Popen[bytes], ready: dict[str, Any], host: str) -> None:
         self.process = process
@@ -68,8 +69,8 @@ def start_peer(
 ) -> PeerProcess:
     """Starts a peer and returns when it serves.
 
-    settings: further fields of PeerSettings. module: what is run (the Nagle benchmark has its own). prefix: a command to put in
-    front, such as ``ip netns exec NAME``. quiet: its log is dropped.
+    settings: further fields of PeerSettings. module: what is run (the Nagle benchmark has its own). prefix: a command
+    to put in front, such as ``ip netns exec NAME``. quiet: its log is dropped.
 
     Raises: PeerError with the peer's own last words when it does not come up.
     """
@@ -110,6 +111,11 @@ def _first_line(process: subprocess.Popen[bytes], timeout_s: float) -> bytes:
     return data.partition(b"\n")[0]
 
 
+def _say(answer: dict[str, Any]) -> None:
+    sys.stdout.write(json.dumps(answer) + "\n")
+    sys.stdout.flush()
+
+
 def main(arguments: list[str], **options: Any) -> int:
     """The peer process; options go to the Listener."""
     from hydra.errors import HydraError
@@ -119,13 +125,13 @@ def main(arguments: list[str], **options: Any) -> int:
 
     def ready(listener: Listener) -> None:
         assert listener.worker is not None  # it has just said that it is ready
-        print(json.dumps({"port": listener.port, "worker_pid": listener.worker.pid}), flush=True)
+        _say({"port": listener.port, "worker_pid": listener.worker.pid})
 
     try:
         serve(PeerSettings.from_json(arguments[0]), on_ready=ready, **options)
     except HydraError as exc:
-        print(json.dumps({"error": str(exc)}), flush=True)
-        print(f"{exc.message}\n{exc.hint}".strip(), file=sys.stderr)
+        _say({"error": str(exc)})
+        logging.getLogger("hydra.peer").error("%s", exc)
         return exc.exit_code
     return 0
 

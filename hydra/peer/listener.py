@@ -66,8 +66,9 @@ def worker_command(fd: int) -> list[str]:
 class Listener:
     """One peer. ``run`` returns after ``stop``.
 
-    make_ready: what is done to every accepted socket; only the benchmark that shows what happens without it gives another.
-    Raises (from run): PeerError when the port is taken, HydraError when the worker cannot be started for the first time.
+    make_ready: what is done to every accepted socket; only the benchmark that shows what happens without it gives
+    another. Raises (from run): PeerError when the port is taken, HydraError when the worker cannot be started for the
+    first time.
     """
 
     def __init__(
@@ -147,7 +148,9 @@ class Listener:
             family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
             listening = socket.create_server((host, port), family=family, backlog=BACKLOG)
         except socket.gaierror as exc:
-            raise PeerError(f"The address {host} cannot be resolved: {exc.strerror}.", "Use an address of this box.") from exc
+            raise PeerError(
+                f"The address {host} cannot be resolved: {exc.strerror}.", "Use an address of this box."
+            ) from exc
         except OSError as exc:
             raise PeerError(
                 f"{host}:{port} cannot be listened on: {exc.strerror}.",
@@ -195,7 +198,7 @@ class Listener:
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return
             except OSError as exc:  # out of descriptors, mostly
-                self.noisy.warning("accept", "failed", f"cannot accept: {exc.strerror}")
+                self.noisy.report("accept", "failed", f"cannot accept: {exc.strerror}")
                 time.sleep(0.05)
                 return
             waiting = Waiting(sock, (address[0], address[1]), time.monotonic() + self.settings.first_byte_s)
@@ -268,14 +271,16 @@ class Listener:
 
     def _refuse(self, waiting: Waiting, kind: str, text: str) -> None:
         waiting.sock.close()
-        self.noisy.warning(waiting.address[0], kind, text)
+        self.noisy.report(waiting.address[0], kind, text)
 
     # -- the worker ----------------------------------------------------------------------------------------------------
 
     def _start_worker(self) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
-            self.worker = subprocess.Popen(worker_command(theirs.fileno()), pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+            self.worker = subprocess.Popen(
+                worker_command(theirs.fileno()), pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL
+            )
         finally:
             theirs.close()
         ours.send(self.settings.to_json().encode())
@@ -302,7 +307,7 @@ class Listener:
             if event["clean"]:
                 self.log.info("%s: closed", peer)
             else:
-                self.noisy.warning(peer.rsplit(":", 1)[0], event["reason"][:40], f"connection closed: {event['reason']}")
+                self.noisy.report(peer.rsplit(":", 1)[0], event["reason"][:40], f"connection closed: {event['reason']}")
         elif kind == "stats":
             entry = self._stats.get(event["id"])
             if entry is not None:
@@ -317,7 +322,8 @@ class Listener:
         self.devices = event["devices"]
         if event["layout"]:
             self.log.warning(
-                "This libggml's ggml_cgraph differs (%s): graphs are built through the public API, without fusion.", event["layout"]
+                "This libggml's ggml_cgraph differs (%s): graphs are built through the public API, without fusion.",
+                event["layout"],
             )
         self.state, self.reason = "ok", ""
         for device in self.devices:
@@ -358,7 +364,9 @@ class Listener:
         self.restarts += 1
         if time.monotonic() - self._worker_since >= STABLE_S:
             self._backoff = FIRST_BACKOFF_S
-        self.log.error("The device worker %s; %d connections lost. It starts again in %.0f s.", how, lost, self._backoff)
+        self.log.error(
+            "The device worker %s; %d connections lost. It starts again in %.0f s.", how, lost, self._backoff
+        )
         self._restart_at = time.monotonic() + self._backoff
         self._backoff = min(2 * self._backoff, LAST_BACKOFF_S)
 
@@ -398,7 +406,8 @@ class Listener:
     def stats(self) -> dict[str, Any]:
         """The worker's figures; without them (it is not there, or does not answer in time) what this process knows."""
         number = next(self._stats_ids)
-        event, answer = threading.Event(), {}
+        event = threading.Event()
+        answer: dict[str, Any] = {}
         self._stats[number] = (event, answer)
         try:
             control = self._control
@@ -412,7 +421,11 @@ class Listener:
             del self._stats[number]
         answer.pop("ev", None)
         answer.pop("id", None)
-        return answer or {"connections": [], "commands": {}, "error": f"no answer from the device worker ({self.state})"}
+        return answer or {
+            "connections": [],
+            "commands": {},
+            "error": f"no answer from the device worker ({self.state})",
+        }
 
 
 def _addresses(names: tuple[str, ...], log: logging.Logger) -> list[str]:
@@ -427,7 +440,7 @@ def _addresses(names: tuple[str, ...], log: logging.Logger) -> list[str]:
 
 
 def serve(settings: PeerSettings, **options: Any) -> None:
-    """Runs a peer in the foreground until SIGINT or SIGTERM. Must be called in the main thread. Raises as Listener.run."""
+    """Runs a peer in the foreground until SIGINT or SIGTERM; for the main thread only. Raises as Listener.run."""
     listener = Listener(settings, **options)
     previous = {s: signal.signal(s, lambda *_: listener.stop()) for s in (signal.SIGINT, signal.SIGTERM)}
     try:

@@ -1,4 +1,4 @@
-"""A log that a flood cannot fill: one line for each source and kind in an interval, the next one with the count of those left out."""
+"""A log that a flood cannot fill: one line for each source and kind in an interval, the next with a count."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MAX_SOURCES = 1024
 
 
 class RateLimitedLog:
-    """warning(source, kind, text): the first of a kind at once, the rest counted until the interval is over."""
+    """report(source, kind, text): the first of a kind at once, the rest counted until the interval is over."""
 
     def __init__(self, logger: logging.Logger, interval_s: float = INTERVAL_S) -> None:
         self.logger = logger
@@ -19,7 +19,7 @@ class RateLimitedLog:
         self._lock = threading.Lock()
         self._seen: dict[tuple[str, str], list[float]] = {}  # -> [time of the last line, left out since]
 
-    def warning(self, source: str, kind: str, text: str) -> None:
+    def report(self, source: str, kind: str, text: str) -> None:
         now = time.monotonic()
         with self._lock:
             entry = self._seen.get((source, kind))

@@ -1,11 +1,11 @@
 """Reads one head's bytes: many small messages with one recv, large weights straight to where they belong.
 
-One buffer per connection, cut into segments. Bytes lie in it from ``pos`` to ``end``; a device may still be copying out of what
-lies before ``pos`` (copies are queued, and pinned memory is read later), so each segment left behind gets an event that is
-waited for before it is filled again. On a CPU nothing is ever queued and the events are nothing.
+One buffer per connection, cut into segments. Bytes lie in it from ``pos`` to ``end``; a device may still be copying
+out of what lies before ``pos`` (copies are queued, and pinned memory is read later), so each segment left behind gets
+an event that is waited for before it is filled again. On a CPU nothing is ever queued and the events are nothing.
 
-Knows the socket and the clock, not the protocol. All waits are bounded: an idle connection may wait between messages as long as
-it likes, a message once started must come at ``min_rate`` or faster.
+Knows the socket and the clock, not the protocol. All waits are bounded: an idle connection may wait between messages
+as long as it likes, a message once started must come at ``min_rate`` or faster.
 
 What holds the GIL: nothing here while it waits; recv_into and every libggml call release it.
 """
@@ -23,7 +23,8 @@ SMALL_BYTES = 64 << 10  # until a head allocates something: probes and counters 
 HOST_BYTES = 4 << 20
 DEVICE_BYTES = 16 << 20
 SEGMENTS = 4
-# A socket whose timeout Python keeps is polled before every recv; SO_RCVTIMEO makes the kernel do the waiting, for nothing.
+# A socket whose timeout Python keeps is polled before every recv; SO_RCVTIMEO makes the kernel do the waiting, for
+# nothing.
 _TICK_S = 0.5
 
 
@@ -57,12 +58,12 @@ class Receiver:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 0, int(_TICK_S * 1e6)))
 
     def enlarge(self, backend: Backend) -> None:
-        """Takes the full buffer, pinned where the device can read it by itself; the first allocation of a head asks for it."""
+        """Takes the full buffer, pinned where the device can use that; a head's first allocation asks for it."""
         if self._memory is not None:
             return
         self._memory = memory = PinnedMemory(backend, HOST_BYTES if backend.is_cpu else DEVICE_BYTES)
         old = self.data[self.pos : self.end]
-        self.data = memoryview(memory.view)  # type: ignore[arg-type]
+        self.data = memory.view
         self.address = memory.address
         self.data[: len(old)] = old
         self.capacity = len(self.data)
@@ -125,7 +126,8 @@ class Receiver:
     def piece(self, limit: int) -> memoryview:
         """The next bytes of a long payload as they lie in the buffer, at least one, at most limit; moves pos past them.
 
-        They stay as they are until the device has read them (``leave`` marks that), at the latest until the buffer comes round.
+        They stay as they are until the device has read them (``leave`` marks that), at the latest until the buffer
+        comes round.
         """
         if self.pos == self.end:
             self._turn()
@@ -142,7 +144,7 @@ class Receiver:
         return view
 
     def leave(self, start: int) -> None:
-        """Marks that the device was told to read [start, pos): the segments left behind must not be filled before it has."""
+        """Marks that the device was told to read [start, pos): what is left behind must not be filled before it has."""
         self.queued = True
         if self._events:
             first, last = start // self.segment, self.pos // self.segment
@@ -219,7 +221,9 @@ class Receiver:
 
     def _check(self, got: int, deadline: float, missing: int) -> None:
         if got == 0:
-            raise PeerError(f"the head closed the connection in the middle of a message, {missing} bytes before its end")
+            raise PeerError(
+                f"the head closed the connection in the middle of a message, {missing} bytes before its end"
+            )
         if self.stopping:
             raise ConnectionClosed
         if time.monotonic() > deadline:

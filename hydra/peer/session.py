@@ -1,17 +1,19 @@
 """One head's connection: its requests, in order, on one thread, straight from the socket to the device and back.
 
-Knows the protocol's commands and this connection's buffers and graphs; not how connections come here (hydra.peer.worker), nor what
-a graph may be (hydra.peer.rules).
+Knows the protocol's commands and this connection's buffers and graphs; not how connections come here
+(hydra.peer.worker), nor what a graph may be (hydra.peer.rules).
 
-Order. A connection has a backend, so a stream, of its own: sets, graphs and gets are queued on it and run in the order of the
-wire. The host waits for the device only where the protocol needs an answer (GET_TENSOR) or where an operation is not queued on the
-stream (clear, memset, copy, free, init). Two connections on one device share no buffer, and so no order.
+Order. A connection has a backend, so a stream, of its own: sets, graphs and gets are queued on it and run in the order
+of the wire. The host waits for the device only where the protocol needs an answer (GET_TENSOR) or where an operation
+is not queued on the stream (clear, memset, copy, free, init). Two connections on one device share no buffer, and so no
+order.
 
-The hot path. A decode step repeats the same headers, byte for byte: what a SET_TENSOR or GET_TENSOR header was found to mean is
-remembered by its bytes, so that validation is paid once. Everything that a plan depends on (the handle table) is
-immutable for a live handle; freeing any buffer forgets all plans.
+The hot path. A decode step repeats the same headers, byte for byte: what a SET_TENSOR or GET_TENSOR header was found
+to mean is remembered by its bytes, so that validation is paid once. Everything that a plan depends on (the handle
+table) is immutable for a live handle; freeing any buffer forgets all plans.
 
-The GIL is held for the Python between two libggml calls or system calls, some microseconds each; every one of those releases it.
+The GIL is held for the Python between two libggml calls or system calls, some microseconds each; every one of those
+releases it.
 """
 
 from __future__ import annotations
@@ -55,14 +57,16 @@ class Budget:
         self.free -= size
         if self.free < 0:
             self.free += size
-            raise ProtocolError(f"{size} bytes in flight would exceed the {self.free} that are left to all connections.")
+            raise ProtocolError(
+                f"{size} bytes in flight would exceed the {self.free} that are left to all connections."
+            )
 
     def give(self, size: int) -> None:
         self.free += size
 
 
 class SharedState:
-    """What the connections of one worker share: the library, the devices, the budget, the weight cache, known topologies."""
+    """What the connections of one worker share: library, devices, budget, weight cache, known topologies."""
 
     def __init__(
         self, ggml: Ggml, devices: list[Device], settings: PeerSettings, cache: WeightCache | None, private_layout: bool
@@ -354,7 +358,7 @@ class Session:
         return memoryview((c_char * buffer.size).from_address(buffer.base)).cast("B")
 
     def _set_pieces(self, plan: tuple[Any, ...], key: bytes) -> None:
-        """A payload that is not all here yet, or that may be kept: device copies overlap the receipt of what follows."""
+        """A payload that is not all here yet, or that may be kept: device copies overlap what follows."""
         backend, host, window, at, count, cached = plan
         receiver = self.receiver
         writer = self._cache_writer(key, count) if cached else None
@@ -385,7 +389,7 @@ class Session:
                 writer.abort()
 
     def _cache_writer(self, key: bytes, count: int) -> Any:
-        """A writer for a weight whose hash this connection has just asked for; None where it may not or cannot be kept."""
+        """A writer for a weight whose hash this connection has just asked for; None where it cannot be kept."""
         cache = self.shared.cache
         tensor = key[8 : 8 + wire.TENSOR_SIZE]
         _, offset = wire.SET_TENSOR_TAIL.unpack_from(key, 8 + wire.TENSOR_SIZE)
@@ -422,7 +426,9 @@ class Session:
                 else:
                     # Pages of a mapping are not pinned: the call returns when they are copied, as pieces() requires.
                     address = np.frombuffer(piece, dtype=np.uint8).ctypes.data
-                    self.ggml.ggml_backend_tensor_set_async(buffer.backend.handle, buffer.window, address, at, len(piece))
+                    self.ggml.ggml_backend_tensor_set_async(
+                        buffer.backend.handle, buffer.window, address, at, len(piece)
+                    )
                     self._mark_queued(buffer.backend)
                 at += len(piece)
         self._send(Command.SET_TENSOR_HASH, b"\1")
@@ -453,7 +459,7 @@ class Session:
         if first:
             get_async(backend.handle, window, reply.address, at, first)
         self._synchronize()
-        view = memoryview(reply.view)  # type: ignore[arg-type]
+        view = reply.view
         if count <= half:
             self._send(Command.GET_TENSOR, view[:count])
             return
@@ -605,7 +611,9 @@ class Session:
         store = self.graphs[self._device(index)]
         arena = store.last if store is not None else None
         if arena is None:
-            raise ProtocolError("GRAPH_RECOMPUTE with no graph to compute again: none was sent, or a buffer was freed since.")
+            raise ProtocolError(
+                "GRAPH_RECOMPUTE with no graph to compute again: none was sent, or a buffer was freed since."
+            )
         backend = self.backends[index]
         assert backend is not None  # a graph was computed on it
         self._launch(backend, arena)
@@ -613,7 +621,9 @@ class Session:
     def _launch(self, backend: Backend, arena: Arena) -> None:
         status = self.ggml.ggml_backend_graph_compute_async(backend.handle, arena.graph)
         if status != STATUS_SUCCESS:
-            raise DeviceError(f"{backend.device.name} could not compute a graph of {arena.shape[0]} nodes (status {status}).")
+            raise DeviceError(
+                f"{backend.device.name} could not compute a graph of {arena.shape[0]} nodes (status {status})."
+            )
         if not backend.is_cpu:
             self._mark_queued(backend)
 

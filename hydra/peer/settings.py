@@ -15,8 +15,8 @@ from hydra.rpc import wire
 class PeerSettings:
     """Settings of one peer.
 
-    host, port: where to listen (port 0: any free one). devices: ggml names, or ("auto",). threads: of a CPU device, 0 = one
-    per physical core. allow: addresses that may connect beside loopback; empty = loopback only. *_s: seconds.
+    host, port: where to listen (port 0: any free one). devices: ggml names, or ("auto",). threads: of a CPU device, 0
+    = one per physical core. allow: addresses that may connect beside loopback; empty = loopback only. *_s: seconds.
     """
 
     name: str = "peer"

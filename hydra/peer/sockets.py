@@ -1,12 +1,13 @@
 """The one function that makes an accepted socket ready, and the one that reads back what a socket really has.
 
-This is where the project began: a merged server accepted sockets without TCP_NODELAY, Nagle's algorithm held back the second half of
-every reply until the head's delayed ACK, 40 ms later, and decode was nine times slower than with the stock server. So options are
-set in one place, at once, on every accepted socket, before a byte is served; ``hydra.peer.listener`` accepts in one place, and a
-test reads the options back from the server's own descriptor on every path.
+This is where the project began: a merged server accepted sockets without TCP_NODELAY, Nagle's algorithm held back the
+second half of every reply until the head's delayed ACK, 40 ms later, and decode was nine times slower than with the
+stock server. So options are set in one place, at once, on every accepted socket, before a byte is served;
+``hydra.peer.listener`` accepts in one place, and a test reads the options back from the server's own descriptor on
+every path.
 
-Buffer sizes are left alone on purpose: an explicit SO_RCVBUF is capped at net.core.rmem_max (208 KiB by default) and turns off
-the kernel's own tuning, which goes up to tcp_rmem's 6 MiB.
+Buffer sizes are left alone on purpose: an explicit SO_RCVBUF is capped at net.core.rmem_max (208 KiB by default) and
+turns off the kernel's own tuning, which goes up to tcp_rmem's 6 MiB.
 """
 
 from __future__ import annotations

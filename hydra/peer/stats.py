@@ -1,7 +1,8 @@
 """Counters of the compute path: messages and bytes by command, and where asked the time that each took.
 
-Written by one connection thread without a lock and read by another: each number is replaced whole, and a reading that is one
-message old does no harm. Times are of the handling alone: from the message being there to its reply being handed to the kernel.
+Written by one connection thread without a lock and read by another: each number is replaced whole, and a reading that
+is one message old does no harm. Times are of the handling alone: from the message being there to its reply being
+handed to the kernel.
 """
 
 from __future__ import annotations
@@ -32,7 +33,11 @@ class CommandStats:
 
     def absorb(self, other: CommandStats) -> None:
         """Adds a closed connection's counters to these."""
-        for mine, theirs in ((self.count, other.count), (self.bytes_in, other.bytes_in), (self.bytes_out, other.bytes_out)):
+        for mine, theirs in (
+            (self.count, other.count),
+            (self.bytes_in, other.bytes_in),
+            (self.bytes_out, other.bytes_out),
+        ):
             for cmd, value in enumerate(theirs):
                 mine[cmd] += value
         if self.timings is not None and other.timings is not None:
@@ -52,7 +57,7 @@ def summary(parts: list[CommandStats]) -> dict[str, dict[str, float]]:
             "bytes_in": sum(p.bytes_in[cmd] for p in parts),
             "bytes_out": sum(p.bytes_out[cmd] for p in parts),
         }
-        times = np.concatenate([np.asarray(p.timings[cmd], dtype=np.float64) for p in parts if p.timings is not None] or [[]])
+        times = np.array([ns for p in parts if p.timings is not None for ns in p.timings[cmd]], dtype=np.float64)
         if len(times):
             row["p50_us"] = round(float(np.percentile(times, 50)) / 1e3, 2)
             row["p99_us"] = round(float(np.percentile(times, 99)) / 1e3, 2)

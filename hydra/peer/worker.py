@@ -1,13 +1,14 @@
 """The process that owns the device: one thread per head's connection, and a control thread that talks to the listener.
 
-A process of its own because libggml aborts on some faults (an assertion on a shape, a CUDA error). Its death costs its connections
-and nothing else: the listener sees it, says so, and starts another; the card's memory is free again.
+A process of its own because libggml aborts on some faults (an assertion on a shape, a CUDA error). Its death costs its
+connections and nothing else: the listener sees it, says so, and starts another; the card's memory is free again.
 
-Knows nothing of listening. Descriptors of connections, already made ready and known to begin with HELLO, come over a SEQPACKET
-socket, one JSON object a packet:
+Knows nothing of listening. Descriptors of connections, already made ready and known to begin with HELLO, come over a
+SEQPACKET socket, one JSON object a packet:
 
-    listener → worker   {"op": "serve", "id": n, "peer": "address:port"} + descriptor · {"op": "stats", "id": n} · {"op": "stop"}
-    worker → listener   {"ev": "ready", "devices": […]} · {"ev": "closed", "id": n, "reason": …, "clean": bool} · {"ev": "stats", …}
+    listener → worker   {"op": "serve", "id": n, "peer": "address:port"} + descriptor · {"op": "stats", "id": n} ·
+    {"op": "stop"} worker → listener   {"ev": "ready", "devices": […]} · {"ev": "closed", "id": n, "reason": …,
+    "clean": bool} · {"ev": "stats", …}
                         · {"ev": "failed", "message": …, "hint": …}
 """
 
@@ -69,7 +70,8 @@ class Worker:
                 "pid": os.getpid(),
                 "layout": problem,
                 "devices": [
-                    {"name": d.name, "description": d.description, "kind": d.kind, "memory": memory(ggml, d)} for d in devices
+                    {"name": d.name, "description": d.description, "kind": d.kind, "memory": memory(ggml, d)}
+                    for d in devices
                 ],
             }
         )
@@ -189,7 +191,8 @@ def main(control_fd: int) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     faulthandler.enable(all_threads=False)
-    # OpenMP threads that spin after a graph take the cores from a head on the same machine; read when libgomp is loaded.
+    # OpenMP threads that spin after a graph take the cores from a head on the same machine; read when libgomp is
+    # loaded.
     control = socket.socket(fileno=control_fd)
     settings = PeerSettings.from_json(control.recv(MAX_PACKET).decode())
     Worker(control, settings).run()

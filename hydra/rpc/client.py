@@ -1,7 +1,7 @@
 """A small blocking ggml-RPC client: ask a peer, stock or ours, and be told clearly why it does not answer.
 
-For the doctor, the head's probes, the benchmarks and the tests; inference goes through llama.cpp's own client. One request at
-a time, every wait bounded by ``timeout_s``. Knows nothing of libggml.
+For the doctor, the head's probes, the benchmarks and the tests; inference goes through llama.cpp's own client. One
+request at a time, every wait bounded by ``timeout_s``. Knows nothing of libggml.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class _Packable(Protocol):
 class Client:
     """One connection to a peer, after HELLO.
 
-    Raises: PeerUnreachable when nothing answers, VersionMismatch when another protocol version does, ProtocolError when the
-    answer is not one.
+    Raises: PeerUnreachable when nothing answers, VersionMismatch when another protocol version does, ProtocolError
+    when the answer is not one.
     """
 
     def __init__(self, host: str, port: int, *, timeout_s: float = 5.0, hello: bool = True) -> None:
@@ -45,7 +45,8 @@ class Client:
             ) from exc
         except socket.gaierror as exc:
             raise PeerUnreachable(
-                f"The name {host} cannot be resolved.", "Use the box's IP address in hydra.toml, or mend the name service."
+                f"The name {host} cannot be resolved.",
+                "Use the box's IP address in hydra.toml, or mend the name service.",
             ) from exc
         except OSError as exc:
             raise PeerUnreachable(f"{self.address} cannot be reached: {exc.strerror or exc}.") from exc

@@ -3,9 +3,9 @@
     AWAIT_HELLO ──HELLO──► OPEN ──HELLO again, unknown command, wrong size──► CLOSED
          └────── anything else ──────────────────────────────────────────────► CLOSED
 
-``check_header`` is the one place where a message's first nine bytes are judged, before a byte of its payload is waited for or
-allocated; the peer's session calls it too. ``ServerConnection`` puts whole messages together for everything that is not
-the peer's hot path (tests, recorded sessions, the link).
+``check_header`` is the one place where a message's first nine bytes are judged, before a byte of its payload is waited
+for or allocated; the peer's session calls it too. ``ServerConnection`` puts whole messages together for everything
+that is not the peer's hot path (tests, recorded sessions, the link).
 
 Source: rpc_serve_client in ggml-rpc.cpp of the pinned llama.cpp.
 """

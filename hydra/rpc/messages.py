@@ -1,7 +1,7 @@
 """A dataclass for each ggml-RPC request and reply: bytes to fields and back.
 
-For everything that is not the peer's hot path: the small client, the tests, the link, recorded sessions. Holds no state and
-touches no socket; a payload of the wrong size is a ProtocolError. Layouts: hydra.rpc.wire.
+For everything that is not the peer's hot path: the small client, the tests, the link, recorded sessions. Holds no
+state and touches no socket; a payload of the wrong size is a ProtocolError. Layouts: hydra.rpc.wire.
 """
 
 from __future__ import annotations
@@ -117,7 +117,9 @@ class SetTensor:
     @classmethod
     def unpack(cls, payload: bytes) -> SetTensor:
         if len(payload) < wire.SET_TENSOR_HEAD_SIZE:
-            raise ProtocolError(f"SET_TENSOR carries {len(payload)} bytes; it has at least {wire.SET_TENSOR_HEAD_SIZE}.")
+            raise ProtocolError(
+                f"SET_TENSOR carries {len(payload)} bytes; it has at least {wire.SET_TENSOR_HEAD_SIZE}."
+            )
         flag, offset = wire.SET_TENSOR_TAIL.unpack_from(payload, wire.TENSOR_SIZE)
         return cls(bytes(payload[: wire.TENSOR_SIZE]), offset, bytes(payload[wire.SET_TENSOR_HEAD_SIZE :]), flag)
 

@@ -1,0 +1,303 @@
+"""The peer's front: socket options by construction, who is let in, what silence and noise get, a worker that dies."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import logging
+import os
+import signal
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+import hydra
+from hydra.errors import HydraError, PeerError
+from hydra.peer import sockets
+from hydra.peer.launch import start_peer
+from hydra.peer.listener import Listener
+from hydra.peer.ratelog import RateLimitedLog
+from hydra.peer.settings import PeerSettings
+from hydra.rpc import messages, wire
+from hydra.rpc.client import Client
+from hydra.rpc.wire import Command
+from tests.peer_tools import Vectors, get_json
+
+
+def wait_for(condition: Callable[[], object], timeout_s: float = 20.0) -> None:
+    end = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > end:
+            raise AssertionError(f"not within {timeout_s} s: {condition}")
+        time.sleep(0.02)
+
+
+@contextlib.contextmanager
+def listener(**settings: object) -> Iterator[Listener]:
+    """A Listener in this process (its worker is a process of its own), so that a test sees the server's own sockets."""
+    table = PeerSettings(port=0, devices=("CPU",), threads=1, **settings)  # type: ignore[arg-type]
+    ready = threading.Event()
+    running = Listener(table, on_ready=lambda _: ready.set())
+    thread = threading.Thread(target=running.run)
+    thread.start()
+    try:
+        assert ready.wait(30)
+        yield running
+    finally:
+        running.stop()
+        thread.join(20)
+        assert not thread.is_alive()
+
+
+def test_options_are_set_before_the_first_byte() -> None:
+    with listener() as running:
+        plain = socket.socket()
+        assert plain.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) == 0  # the fault is really present by default
+        plain.connect(("127.0.0.1", running.port))
+        wait_for(lambda: running._waiting)
+        (waiting,) = running._waiting.values()
+        options = sockets.read_options(waiting.sock)
+        assert options["nodelay"] == 1 and options["keepalive"] == 1
+        plain.close()
+
+
+def test_options_on_every_path() -> None:
+    with listener() as running:
+        with Client("127.0.0.1", running.port):
+            wait_for(lambda: get_json(running.port, "/stats")["connections"])
+            (connection,) = get_json(running.port, "/stats")["connections"]
+        assert connection["options"]["nodelay"] == 1 and connection["options"]["keepalive"] == 1
+        options = get_json(running.port, "/sockets")["options"]
+        assert options["nodelay"] == 1 and options["keepalive"] == 1
+
+
+def test_one_place_accepts() -> None:
+    """No module but the listener takes a TCP connection in: a second accept loop is how the bug came in."""
+    places = []
+    for path in Path(hydra.__file__).parent.rglob("*.py"):
+        if path.parts[-2] in ("bench", "link"):
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "accept":
+                places.append(path.name)
+    assert places == ["listener.py"]
+
+
+def test_a_silent_connection_is_closed_in_time_and_logged(caplog: pytest.LogCaptureFixture) -> None:
+    with listener(first_byte_s=0.3) as running, caplog.at_level(logging.WARNING, "hydra.peer"):
+        with socket.create_connection(("127.0.0.1", running.port), timeout=10) as silent:
+            assert silent.recv(1) == b""
+        wait_for(lambda: "no byte within 0.3 s" in caplog.text)
+        assert get_json(running.port, "/health")["state"] == "ok"
+
+
+@pytest.mark.parametrize("first", [b"\x16\x03\x01", b"\x00", b"\xff" * 50])
+def test_noise_is_closed_and_logged(first: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    with listener() as running, caplog.at_level(logging.WARNING, "hydra.peer"):
+        with socket.create_connection(("127.0.0.1", running.port), timeout=10) as noise:
+            noise.sendall(first)
+            with contextlib.suppress(ConnectionResetError):
+                assert noise.recv(1) == b""
+        wait_for(lambda: "neither ggml-RPC nor HTTP" in caplog.text)
+
+
+def test_a_started_message_must_end() -> None:
+    with start_peer(device="CPU", threads=1, hello_s=0.4, message_s=0.4) as process:
+        with socket.create_connection(("127.0.0.1", process.port), timeout=10) as slow:
+            slow.sendall(bytes([Command.HELLO]))
+            assert slow.recv(1) == b""
+        with Client("127.0.0.1", process.port) as connection:
+            connection.socket.sendall(wire.HEADER.pack(Command.GET_ALIGNMENT, 4) + b"\0")
+            assert connection.socket.recv(1) == b""
+        with Client("127.0.0.1", process.port) as idle:
+            time.sleep(1.2)  # between messages it may stay as long as it likes
+            assert idle.device_count() == 1
+
+
+def test_one_connection_too_many_is_refused_at_once(caplog: pytest.LogCaptureFixture) -> None:
+    with listener(max_connections=2) as running:
+        with Client("127.0.0.1", running.port), Client("127.0.0.1", running.port):
+            with pytest.raises(PeerError, match="closed|went away"):
+                Client("127.0.0.1", running.port)
+            assert "2 heads are connected already" in caplog.text
+        wait_for(lambda: not running._active)
+        with Client("127.0.0.1", running.port) as again:
+            assert again.device_count() == 1
+
+
+def test_only_nodes_may_connect() -> None:
+    running = Listener(PeerSettings(allow=("192.0.2.7", "2001:db8::1")))
+    for address, allowed in (
+        ("127.0.0.1", True), ("::1", True), ("::ffff:127.0.0.1", True), ("192.0.2.7", True), ("::ffff:192.0.2.7", True),
+        ("2001:db8::1", True), ("192.0.2.8", False), ("10.0.0.1", False), ("fe80::1%eth0", False),
+    ):  # fmt: skip
+        assert running._may_connect(address) is allowed, address
+
+
+def test_a_taken_port_is_one_clear_error() -> None:
+    with listener() as running, pytest.raises(PeerError, match=rf":{running.port} cannot be listened on"):
+        Listener(PeerSettings(port=running.port)).run()
+
+
+def test_an_unknown_device_ends_the_start_with_its_name() -> None:
+    with pytest.raises(HydraError, match="no device CUDA7; this box has CPU"):
+        Listener(PeerSettings(port=0, devices=("CUDA7",))).run()
+
+
+def test_the_http_side() -> None:
+    with start_peer(device="CPU", threads=1, name="mini") as process:
+        health = get_json(process.port, "/health")
+        assert health["state"] == "ok" and health["name"] == "mini" and health["devices"][0]["name"] == "CPU"
+        assert "error" in get_json(process.port, "/nothing")
+        with socket.create_connection(("127.0.0.1", process.port), timeout=10) as raw:
+            raw.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
+            text = b"".join(iter(lambda: raw.recv(65536), b"")).decode()
+        assert "hydra_peer_up 1" in text and "# TYPE hydra_peer_messages_total counter" in text
+
+
+def test_a_full_control_queue_answers_503_and_computing_goes_on() -> None:
+    with listener() as running:
+        lazy = [socket.create_connection(("127.0.0.1", running.port), timeout=10) for _ in range(40)]
+        try:
+            for sock in lazy:
+                sock.sendall(b"GET ")  # never finished: two are being read, sixteen wait, the rest is refused
+            replies = []
+            for sock in lazy:
+                sock.settimeout(0.2)
+                with contextlib.suppress(TimeoutError, ConnectionResetError):
+                    replies.append(sock.recv(100))
+            assert sum(b"503" in reply for reply in replies) >= 20
+            with Client("127.0.0.1", running.port) as connection:
+                vectors = Vectors(connection)
+                vectors.set(0, np.ones(64))
+                vectors.add(1, 0, 0)
+                assert vectors.get(1)[0] == 2
+        finally:
+            for sock in lazy:
+                sock.close()
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGABRT, signal.SIGSEGV])
+def test_a_worker_that_dies_is_replaced(how: signal.Signals) -> None:
+    with start_peer(device="CPU", threads=1) as process:
+        victim = Client("127.0.0.1", process.port)
+        vectors = Vectors(victim)
+        vectors.set(0, np.ones(64))
+        assert vectors.get(0).all()
+        os.kill(process.worker_pid, how)
+        with pytest.raises(PeerError):
+            vectors.get(0)
+        victim.close()
+        wait_for(lambda: get_json(process.port, "/health")["state"] == "degraded", 5)
+        assert how.name in get_json(process.port, "/health")["reason"]
+        # a head that comes meanwhile waits, and is served
+        with Client("127.0.0.1", process.port, timeout_s=20) as after:
+            again = Vectors(after)
+            again.set(0, np.full(64, 2.0))
+            again.add(1, 0, 0)
+            assert again.get(1)[0] == 4
+        health = get_json(process.port, "/health")
+        assert health["state"] == "ok" and health["restarts"] == 1 and health["worker_pid"] != process.worker_pid
+        children = psutil.Process(process.pid).children()
+        assert [child.status() for child in children if child.status() == psutil.STATUS_ZOMBIE] == []
+        assert len(children) == 1
+
+
+def test_stopping_leaves_nothing() -> None:
+    process = start_peer(device="CPU", threads=1)
+    with Client("127.0.0.1", process.port):
+        assert process.stop() == 0
+    assert not psutil.pid_exists(process.worker_pid)
+    with socket.create_server(("127.0.0.1", process.port)):
+        pass  # the port is free
+
+
+def figures(pid: int) -> tuple[int, int, int]:
+    process = psutil.Process(pid)
+    return process.memory_info().rss, process.num_fds(), process.num_threads()
+
+
+def vanish(port: int, cut: int, how: str) -> None:
+    """A session that allocates and computes, then ends in one of three ways in the middle of a message."""
+    connection = Client("127.0.0.1", port)
+    vectors = Vectors(connection, n=1 << 16)
+    vectors.set(0, np.ones(vectors.n))
+    vectors.add(1, 0, 0)
+    body = messages.SetTensor(vectors.row(0).tobytes(), 0, bytes(vectors.bytes)).pack()
+    connection.socket.sendall((bytes([Command.SET_TENSOR]) + wire.SIZE.pack(len(body)) + body)[:cut])
+    if how == "reset":
+        connection.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    connection.close()
+
+
+def test_200_vanished_heads_leave_nothing_behind() -> None:
+    with start_peer(device="CPU", threads=1) as process:
+        cuts = [0, 1, 8, 9, 100, 313, 400, 100_000]
+
+        def rounds(count: int) -> None:
+            for number in range(count):
+                vanish(process.port, cuts[number % len(cuts)], ("close", "reset")[number % 2])
+            wait_for(lambda: not get_json(process.port, "/stats")["connections"])
+            time.sleep(0.2)
+
+        rounds(40)
+        listener_before, worker_before = figures(process.pid), figures(process.worker_pid)
+        rounds(200)
+        listener_after, worker_after = figures(process.pid), figures(process.worker_pid)
+        assert get_json(process.port, "/health")["restarts"] == 0
+        for before, after in ((listener_before, listener_after), (worker_before, worker_after)):
+            assert after[0] - before[0] < 8 << 20, "memory"
+            assert after[1:] == before[1:], "descriptors, threads"
+
+
+def test_5000_steps_of_changing_shapes_are_flat() -> None:
+    with start_peer(device="CPU", threads=1) as process, Client("127.0.0.1", process.port) as connection:
+        vectors = Vectors(connection, n=1 << 14)
+        vectors.set(0, np.ones(vectors.n))
+
+        def steps(first: int, count: int) -> None:
+            for step in range(first, first + count):
+                width = 16 + step % 977
+                rows = [
+                    vectors.row(0, ne=(width, 1, 1, 1), nb=(4, 4 * width, 4 * width, 4 * width)),
+                    vectors.op(1, 2, 0, 0, ne=(width, 1, 1, 1), nb=(4, 4 * width, 4 * width, 4 * width)),
+                ]
+                vectors.compute([1], rows)
+            vectors.get(1)
+
+        steps(0, 1500)
+        before = figures(process.worker_pid)
+        steps(1500, 3500)
+        after = figures(process.worker_pid)
+        assert after[0] - before[0] < 4 << 20 and after[1:] == before[1:]
+
+
+def test_a_flood_of_bad_connections_is_few_lines() -> None:
+    lines: list[str] = []
+
+    class Collect(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append(record.getMessage())
+
+    logger = logging.getLogger("test.flood")
+    logger.addHandler(Collect())
+    log = RateLimitedLog(logger, interval_s=0.2)
+    for _ in range(1000):
+        log.report("192.0.2.1", "noise", "bad")
+    log.report("192.0.2.2", "noise", "bad")
+    assert len(lines) == 2
+    time.sleep(0.25)
+    log.report("192.0.2.1", "noise", "bad")
+    assert len(lines) == 3 and "999 more" in lines[2]
+    lines.clear()
+    log = RateLimitedLog(logger, interval_s=60)
+    for number in range(5000):
+        log.report(f"source {number}", "noise", "bad")
+    assert len(lines) < 1100
