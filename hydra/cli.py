@@ -167,6 +167,28 @@ def peer_command(
              log_json=_log_json(log_format), debug=debug)
 
 
+@app.command("demo")
+def demo_command(
+    prompt: Annotated[str, typer.Argument(metavar="[PROMPT]", help="What to begin with.", show_default=False)] = "",
+    tokens: Annotated[int, typer.Option("--tokens", "-n", metavar="N", min=1, max=1500,
+                                        help="Tokens to generate.")] = 64,
+    peer_layers: Annotated[int, typer.Option("--peer-layers", metavar="N", show_default=False,
+                                             help="Layers on the peer; half of them if not given.")] = -1,
+    model: Annotated[str, typer.Option("--model", "-m", metavar="FILE", show_default=False,
+                                       help="Another GGUF than the embedded one.")] = "",
+    device: Annotated[str, typer.Option("--device", metavar="NAME",
+                                        help="ggml device for both, such as CUDA0.")] = "CPU",
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Show all of it on this box: a peer and a head on loopback, an answer, the wire, and that nothing changed."""
+    from .commands import demo
+
+    code = demo.run(prompt, tokens, peer_layers, model, device, as_json=as_json)
+    if code:
+        raise typer.Exit(code)
+
+
 @app.command("version")
 def version_command(as_json: AsJson = False, debug: Debug = False) -> None:
     """Versions of hydra, Python, llama.cpp and the wire protocol."""

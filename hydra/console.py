@@ -11,8 +11,7 @@ import json
 import logging
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -45,6 +44,12 @@ def write(text: str) -> None:
     """A piece of an answer as it streams, on stdout."""
     sys.stdout.write(text)
     sys.stdout.flush()
+
+
+def write_note(text: str) -> None:
+    """The same on stderr, where stdout is for a report."""
+    sys.stderr.write(text)
+    sys.stderr.flush()
 
 
 def note(text: str) -> None:
@@ -125,7 +130,7 @@ def log_to_stderr(node: str, *, debug: bool = False, as_json: bool = False) -> N
         root.removeHandler(old)
     root.addHandler(_Handler(node, as_json))
     root.setLevel(logging.DEBUG if debug else logging.INFO)
-    for chatty in ("httpx", "httpcore", "uvicorn.access", "asyncio"):
+    for chatty in ("httpx", "httpcore", "uvicorn", "asyncio"):
         logging.getLogger(chatty).setLevel(logging.WARNING)
 
 
@@ -148,10 +153,10 @@ def seconds_text(seconds: float) -> str:
 
 
 class Loading:
-    """Load progress: a bar on a terminal, otherwise a log line now and then."""
+    """Load progress: a bar on a terminal, otherwise a line now and then, given to `say`."""
 
-    def __init__(self, logger: logging.Logger, clock: Any = time.monotonic) -> None:
-        self._log = logger
+    def __init__(self, say: Callable[[str], object], clock: Callable[[], float] = time.monotonic) -> None:
+        self._say = say
         self._clock = clock
         self._bar: Progress | None = None
         self._last_s = float("-inf")
@@ -168,17 +173,18 @@ class Loading:
         now = self._clock()
         if stage != self._last_stage or now - self._last_s >= LINE_EVERY_S:
             self._last_s, self._last_stage = now, stage
-            self._log.info("%s", said)
+            self._say(said)
 
     def _draw(self, said: str, done: int, total: int) -> None:
         from rich.progress import BarColumn, Progress, TextColumn
 
         if self._bar is None:
             self._bar = Progress(TextColumn("{task.description}"), BarColumn(bar_width=None),
-                                 TextColumn("{task.percentage:>3.0f} %"), console=err(), transient=True)
-            self._bar.add_task(said, total=None)
+                                 TextColumn("{task.fields[percent]}"), console=err(), transient=True)
+            self._bar.add_task(said, total=None, percent="")
             self._bar.start()
-        self._bar.update(self._bar.task_ids[0], description=said, total=total or None, completed=done)
+        self._bar.update(self._bar.task_ids[0], description=said, total=total or None, completed=done,
+                         percent=f"{100 * done / total:.0f} %" if total else "")
 
     def close(self) -> None:
         if self._bar is not None:
@@ -203,21 +209,3 @@ def describe(stage: str, *, node: str = "", layers_done: int = 0, layers_total: 
     if eta_s is not None:
         parts.append(f"{seconds_text(eta_s)} left")
     return " · ".join(parts)
-
-
-@contextmanager
-def waiting(logger: logging.Logger) -> Iterator[Any]:
-    """A line that is redrawn while something is waited for: `say(text)`; off a terminal, a log line when it changes or
-    every ten seconds."""
-    if err().is_terminal:
-        with err().status("", spinner="dots") as status:
-            yield status.update
-        return
-    last = [0.0]
-
-    def say(text: str) -> None:
-        if time.monotonic() - last[0] >= 10.0 or not last[0]:
-            last[0] = time.monotonic()
-            logger.info("%s", text)
-
-    yield say

@@ -70,7 +70,7 @@ def test_table_in_a_pipe_is_aligned_and_whole(capsys):
 def test_loading_off_a_terminal(capsys):
     now = [0.0]
     console.log_to_stderr("tower")
-    with console.Loading(logging.getLogger("hydra"), clock=lambda: now[0]) as loading:
+    with console.Loading(logging.getLogger("hydra").info, clock=lambda: now[0]) as loading:
         for step in range(10):
             now[0] = step * 0.5
             loading.update("loading", node="mini", layers_done=step, layers_total=25, bytes_done=step * 10**8,
@@ -88,7 +88,7 @@ def test_loading_on_a_terminal(capsys, monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "40")
     monkeypatch.setenv("NO_COLOR", "1")
-    with console.Loading(logging.getLogger("hydra")) as loading:
+    with console.Loading(print) as loading:
         loading.update("loading", node="mini", bytes_done=5, bytes_total=10)
         loading.update("loading", node="mini", bytes_done=10, bytes_total=10)
     err = capsys.readouterr().err

@@ -1,0 +1,80 @@
+"""What `hydra up` shows of a head: the wait for its peers as a countdown, the load as it advances, then that it serves.
+
+Told by the supervisor's events (head/supervisor.py); knows nothing of how they come about. On a terminal one line is
+redrawn; elsewhere log lines, now and then.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+from .. import console
+from ..config import Config
+
+log = logging.getLogger("hydra.head")
+LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
+PROGRESS = ("layers_done", "layers_total", "bytes_done", "bytes_total", "eta_s")
+
+
+class HeadView:
+    """Takes `Event`s in `on_event`; `tick` is to be called about twice a second while something is waited for."""
+
+    def __init__(self, cfg: Config, clock: Callable[[], float] = time.monotonic) -> None:
+        self._cfg = cfg
+        self._clock = clock
+        self._loading = console.Loading(log.info)
+        self._begin_s = clock()
+        self._waiting_for = ""
+        self._retry_at_s = 0.0
+        self.served = False
+
+    def on_event(self, event: Any) -> None:
+        """One `hydra.head.supervisor.Event`."""
+        if event.kind == "progress":
+            self._waiting_for = ""
+            data = event.data
+            self._loading.update(str(data.get("stage") or "loading"), node=str(event.node or ""),
+                                 **{key: data[key] for key in PROGRESS if data.get(key) is not None})
+            return
+        if event.kind == "peer":
+            self._waiting_for = event.message.split(";")[0]
+            self._retry_at_s = self._clock() + float(event.data.get("retry_s") or 0.0)
+            if console.err().is_terminal and event.level != "error":
+                self.tick()
+                return
+        elif event.kind == "state":
+            self._waiting_for = ""
+            self._loading.close()
+        log.log(LEVELS.get(event.level, logging.INFO), "%s", event.message)
+
+    def tick(self) -> None:
+        """Redraw the countdown, where there is one."""
+        if not self._waiting_for or not console.err().is_terminal:
+            return
+        now = self._clock()
+        said = f"{self._waiting_for} · next look in {max(0.0, self._retry_at_s - now):.0f} s"
+        limit = self._cfg.head.peer_wait_s
+        if limit and not self.served:
+            said += f" · giving up in {console.seconds_text(self._begin_s + limit - now)}"
+        self._loading.update(said)
+
+    def ready(self, info: dict[str, Any]) -> None:
+        """Say where it serves and what is loaded where."""
+        self._loading.close()
+        head = self._cfg.head
+        layers = ", ".join(f"{count} on {node}" for node, count in (info.get("layers") or {}).items())
+        mtp = info.get("mtp") or {}
+        drafting = f"MTP up to {mtp.get('n_max')}" if mtp.get("enabled") else "no MTP"
+        log.info("%s: %s layers (%s), context %s, %s.", info.get("model"), info.get("n_layer"), layers,
+                 info.get("n_ctx"), drafting)
+        for line in info.get("notes") or ():
+            log.info("%s", line)
+        host = f"[{head.api_host}]" if ":" in head.api_host else head.api_host
+        log.info("Serving http://%s:%d/v1; talk to it with `hydra chat`. Ctrl-C stops it.", host, head.api_port)
+        self.served = True
+
+    def close(self) -> None:
+        self._loading.close()
