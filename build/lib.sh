@@ -26,10 +26,15 @@ export -n HYDRA_CUDA HYDRA_CUDA_ARCHITECTURES HYDRA_CMAKE_ARGS 2>/dev/null || tr
 say()  { printf '%s\n' "hydra: $*" >&2; }
 fail() { printf '%s\n' "hydra: $*" >&2; exit 1; }
 have() { command -v "$1" >/dev/null 2>&1; }
+fail_with_log() { tail -n 20 "$2" >&2; fail "$1; the whole log is $2"; }
 
 # --- 1. what the operating system must have ---------------------------------------------------------------------------
 
 on_debian() { have apt-get && grep -qsE '^(ID|ID_LIKE)=.*(debian|ubuntu)' /etc/os-release; }
+
+apt_install() {
+    apt-get update && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends "$@"
+}
 
 # Installs what is missing with apt when root on Debian or Ubuntu; elsewhere says in one line what to install.
 ensure_system_packages() {
@@ -48,12 +53,11 @@ ensure_system_packages() {
         fi
         say "installing $wanted with apt"
         mkdir -p "$cache/logs"
-        { apt-get update && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends "${missing[@]}"; } \
-            >"$cache/logs/apt.log" 2>&1 </dev/null ||
-            { tail -n 15 "$cache/logs/apt.log" >&2; fail "apt failed; the whole log is $cache/logs/apt.log"; }
+        apt_install "${missing[@]}" >"$cache/logs/apt.log" 2>&1 </dev/null ||
+            fail_with_log "apt failed" "$cache/logs/apt.log"
     fi
     "${PYTHON:-python3}" -c 'import sys; sys.exit(sys.version_info < (3, 10))' ||
-        fail "Python 3.10 or newer is needed and ${PYTHON:-python3} is $("${PYTHON:-python3}" -V 2>&1); set PYTHON to a newer one."
+        fail "Python 3.10 or newer is needed; ${PYTHON:-python3} is $("${PYTHON:-python3}" -V 2>&1). Set PYTHON to a newer one."
 }
 
 # --- 2. the virtual environment ---------------------------------------------------------------------------------------
@@ -91,16 +95,21 @@ find_nvcc() {
 
 # Sets `backend` (cpu or cuda) and `cmake_args` (an array), from what is here and what was asked for.
 choose_backend() {
-    local nvcc=""
+    local nvcc="" cuda_floor="12.8 or newer for RTX 50 cards"
     nvcc=$(find_nvcc) || true
     backend=cpu
     case "${HYDRA_CUDA:-auto}" in
         0) ;;
-        1) [[ $nvcc ]] || fail "HYDRA_CUDA=1, but there is no nvcc: install the CUDA toolkit (12.8 or newer for RTX 50 cards) or set CUDACXX."
-           backend=cuda ;;
-        auto) if gpu_here && [[ $nvcc ]]; then backend=cuda
-              elif gpu_here; then say "a GPU is here, but no nvcc: building for the CPU only. Install the CUDA toolkit and run this again to use the GPU."
-              fi ;;
+        1)
+            [[ $nvcc ]] || fail "HYDRA_CUDA=1, but there is no nvcc: install the CUDA toolkit ($cuda_floor) or set CUDACXX."
+            backend=cuda ;;
+        auto)
+            if gpu_here && [[ $nvcc ]]; then
+                backend=cuda
+            elif gpu_here; then
+                say "a GPU is here, but no nvcc: building for the CPU only." \
+                    "To use the GPU, install the CUDA toolkit ($cuda_floor) and run this again."
+            fi ;;
         *) fail "HYDRA_CUDA must be 0 or 1, not '$HYDRA_CUDA'" ;;
     esac
     cmake_args=(-DGGML_RPC=ON -DLLAVA_BUILD=OFF -DGGML_CCACHE=OFF)
@@ -116,8 +125,8 @@ choose_backend() {
     cmake_args+=("${extra[@]}")
 }
 
-# Everything that a finished build depends on. The kernels are compiled with -march=native, so the CPU's features count; the
-# wheel holds no code for one Python version, so that does not.
+# Everything that a finished build depends on. The kernels are compiled with -march=native, so the CPU's features count;
+# the wheel holds no code for one Python version, so that does not.
 build_key() {
     {
         printf '%s\n' "$llama_version" "${cmake_args[@]}"
@@ -143,7 +152,7 @@ fetch_sdist() {
             --no-binary llama-cpp-python --dest "$folder" "llama-cpp-python==$llama_version" </dev/null ||
             fail "could not fetch llama-cpp-python $llama_version; is a package index within reach?"
         echo "$llama_sha256  $folder/$llama_sdist" | sha256sum --check --status ||
-            fail "$folder/$llama_sdist is not the archive that hydra is pinned to (its SHA-256 differs); delete it and try again."
+            fail "$folder/$llama_sdist is not the archive that hydra is pinned to (its SHA-256 differs). Delete it and try again."
     fi
     printf '%s\n' "$folder/$llama_sdist"
 }
@@ -174,20 +183,27 @@ ensure_wheel() {
 
 check_llama() { "$python" "$root/build/check_llama.py" "$llama_version" "$backend"; }
 
+install_wheel() {
+    pip_install --no-deps --force-reinstall --no-cache-dir "$1"
+    pip_install "$1"  # what it depends on
+}
+
 # The environment gets our build of llama-cpp-python, checked by asking the library itself.
 ensure_llama() {
-    local folder wheel stamp="$venv/hydra-llama.stamp"
+    local folder kept wheel stamp="$venv/hydra-llama.stamp" log="$cache/logs/llama-cpp-python.log"
     folder="$cache/wheels/$llama_version-$backend-$(build_key)"
     [[ -f $stamp && $(<"$stamp") == "$folder" ]] && check_llama && return
     rm -f "$stamp"
+    kept=$(compgen -G "$folder/*.whl" || true)
     wheel=$(ensure_wheel "$folder")
-    pip_install --no-deps --force-reinstall --no-cache-dir "$wheel"
+    install_wheel "$wheel"
     if ! check_llama; then
+        [[ $kept ]] || fail "llama-cpp-python was built and does not work; see above and $log"
         say "the kept build $wheel is of no use; building it again"
         rm -f "$wheel"
         wheel=$(ensure_wheel "$folder")
-        pip_install --no-deps --force-reinstall --no-cache-dir "$wheel"
-        check_llama || fail "llama-cpp-python was built and does not work; see above and $cache/logs/llama-cpp-python.log"
+        install_wheel "$wheel"
+        check_llama || fail "llama-cpp-python was built again and does not work; see above and $log"
     fi
     printf '%s\n' "$folder" >"$stamp"
 }

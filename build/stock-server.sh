@@ -20,7 +20,7 @@ if [[ ! -f $folder/complete ]]; then
     cmake -G Ninja -S "$folder/source" -B "$folder/work" -DCMAKE_BUILD_TYPE=Release -DBUILD_SHARED_LIBS=ON \
         -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_UI=OFF -DLLAMA_USE_PREBUILT_UI=OFF \
         -DLLAMA_OPENSSL=OFF "${cmake_args[@]}" >"$cache/logs/stock-server-configure.log" 2>&1 ||
-        { tail -n 20 "$cache/logs/stock-server-configure.log" >&2; fail "cmake failed; see $cache/logs/stock-server-configure.log"; }
+        fail_with_log "cmake failed" "$cache/logs/stock-server-configure.log"
     "$python" "$root/build/progress.py" --what "llama-server" --log "$cache/logs/stock-server.log" -- \
         cmake --build "$folder/work" --target llama-server ggml-rpc-server llama-bench ||
         fail "llama.cpp's programs could not be built; see above."
