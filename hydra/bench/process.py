@@ -144,9 +144,20 @@ class MemoryWatch:
 
 
 class Child:
-    """One child process with its output in a temporary file, ended at the latest by ``close``."""
+    """One child process with its output in a temporary file, ended at the latest by ``close``.
 
-    def __init__(self, command: Sequence[str], *, netns: str | None = None, env: dict[str, str] | None = None) -> None:
+    ``pipe``: standard output is a pipe for the caller to read (``process.stdout``), and only standard error goes to
+    the file.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        netns: str | None = None,
+        env: dict[str, str] | None = None,
+        pipe: bool = False,
+    ) -> None:
         self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 (closed by close())
         full = ["ip", "netns", "exec", netns, *command] if netns else list(command)
         environment = dict(os.environ)
@@ -154,7 +165,11 @@ class Child:
             environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(_CHECKOUT), environment.get("PYTHONPATH")]))
         environment.update(env or {})
         self.process = subprocess.Popen(
-            full, stdin=subprocess.DEVNULL, stdout=self._log, stderr=subprocess.STDOUT, env=environment
+            full,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE if pipe else self._log,
+            stderr=self._log if pipe else subprocess.STDOUT,
+            env=environment,
         )
         self.command = full
 
@@ -202,6 +217,8 @@ class Child:
             except subprocess.TimeoutExpired:
                 self.process.kill()
                 self.process.wait(timeout_s)
+        if self.process.stdout is not None:
+            self.process.stdout.close()
         if not self._log.closed:
             self._log.close()
 

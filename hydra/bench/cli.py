@@ -1,0 +1,218 @@
+"""The commands of `hydra bench`: options in, tables on stdout, progress on stderr, one JSON object last with `--json`.
+
+Holds no measurement; each is imported when it runs. `mtp` and `soak` stand in modules of their own.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from hydra.errors import ConfigError
+
+app = typer.Typer(
+    no_args_is_help=True, rich_markup_mode=None, help="Measure side by side: stock peer, our peer, link, MTP."
+)
+
+# Processes that a benchmark starts of itself from the single file; from a checkout they are run as modules.
+_WORKERS = ("stock", "sink", "relay", "run_head")
+
+ModelFile = Annotated[
+    Path | None, typer.Option("--model", "-m", metavar="FILE", help="GGUF to measure with (else the embedded model).")
+]
+Synthetic = Annotated[
+    str, typer.Option("--synthetic", metavar="SHAPE", help="Make a model of this shape and use it, such as 27b.")
+]
+Device = Annotated[str, typer.Option("--device", metavar="NAME", help="The peer's ggml device: CPU, CUDA0.")]
+HeadDevice = Annotated[
+    str, typer.Option("--head-device", metavar="NAME", help="The head's ggml device (else as --device).")
+]
+Threads = Annotated[int, typer.Option("--threads", "-t", metavar="N", min=1, help="CPU threads of peer and head each.")]
+Tokens = Annotated[int, typer.Option("--tokens", "-n", metavar="N", min=1, help="Tokens to decode in each run.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Report as one JSON object, the last line of stdout.")]
+
+
+def model_path(model: Path | None, synthetic: str) -> Path:
+    """The GGUF that the options mean. Raises: ConfigError, ModelError."""
+    if model is not None and synthetic:
+        raise ConfigError("--model and --synthetic were both given.", "Give one of them.")
+    if model is not None:
+        if not model.is_file():
+            raise ConfigError(f"There is no file {model}.", "Give the path of a GGUF file.")
+        return model.resolve()
+    if synthetic:
+        from hydra.bench import synthetic as maker
+
+        return maker.model(synthetic, confirm=_confirm)
+    from hydra.embedded import embedded_model
+
+    embedded = embedded_model()
+    if embedded.notice:
+        from hydra import console
+
+        console.note(embedded.notice)
+    return embedded.path
+
+
+def _confirm(path: str, size_bytes: int) -> bool:
+    if not sys.stdin.isatty():
+        return False
+    return typer.confirm(f"{path} takes {size_bytes / 1e9:.1f} GB. Make it?", err=True)
+
+
+@app.command("peer")
+def peer_command(
+    model: ModelFile = None,
+    synthetic: Synthetic = "",
+    pairs: Annotated[int, typer.Option("--pairs", metavar="N", min=1, help="Pairs of runs, stock and ours.")] = 5,
+    link: Annotated[
+        str, typer.Option("--link", metavar="RATE,DELAY", help="Shape the network between them, such as 1gbit,0.2ms.")
+    ] = "",
+    device: Device = "CPU",
+    head_device: HeadDevice = "",
+    threads: Threads = 2,
+    tokens: Tokens = 64,
+    prompts: Annotated[str, typer.Option("--prompts", metavar="N,N", help="Prompt lengths for prefill.")] = "512,2048",
+    verify: Annotated[int, typer.Option("--verify", metavar="N", min=0, help="Verify steps of 4 tokens each.")] = 32,
+    layers: Annotated[int, typer.Option("--layers", metavar="N", help="Layers on the peer (-1: all).")] = -1,
+    cache_type: Annotated[
+        str, typer.Option("--cache-type", metavar="T", help="Type of the KV cache: f16, q8_0.")
+    ] = "f16",
+    pipeline: Annotated[bool, typer.Option("--pipeline", help="With llama.cpp's pipeline parallelism.")] = False,
+    loads: Annotated[bool, typer.Option("--loads/--no-loads", help="Time cold and warm loads too.")] = True,
+    as_json: AsJson = False,
+) -> None:
+    """Compare hydra's peer with the stock C++ one: decode, prefill, verify, load, memory, CPU."""
+    from hydra import console
+    from hydra.bench import sidebyside
+    from hydra.bench.link import parse_link
+
+    lengths = tuple(_number(part) for part in prompts.split(",") if part.strip())
+    plan = sidebyside.Plan(
+        model_path(model, synthetic),
+        pairs=pairs,
+        device=device,
+        threads=threads,
+        head_devices=(head_device,) if head_device else (device,) if device != "CPU" else (),
+        link=parse_link(link) if link else None,
+        prompts=lengths,
+        decode_tokens=tokens,
+        verify_steps=verify,
+        peer_layers=layers,
+        ctx_size=max(4096, *(length + 64 for length in lengths), tokens + 4 * verify + 256),
+        cache_type=cache_type,
+        pipeline=pipeline,
+        loads=loads,
+    )
+    outcome = sidebyside.run(plan, console.note)
+    console.table(
+        ("figure", "stock", "hydra", "ratio", "min … max"),
+        [ratio.row() for name, ratio in outcome.ratios.items() if name != "prefill"],
+    )
+    _bounds(outcome.figures, console)
+    console.result(f"network: {outcome.setting['link']}")
+    for remark in outcome.remarks:
+        console.result(f"note: {remark}")
+    if as_json:
+        console.result_json(outcome.to_dict())
+
+
+def _bounds(figures: dict[str, float], console: Any) -> None:
+    mib = 1 << 20
+    rows = [
+        ["no peer (ceiling), decode", f"{figures['ceiling_decode_tps']:.2f} tok/s"],
+        ["sink (floor), cold load", f"{figures['floor_load_s']:.2f} s"],
+        ["sink (floor), warm load", f"{figures['floor_warm_load_s']:.2f} s"],
+    ]
+    for prefix, name in (("peer", "hydra"), ("stock_peer", "stock")):
+        idle, peak, loaded = (figures[f"{prefix}_rss_{part}_bytes"] / mib for part in ("idle", "peak", "loaded"))
+        rows.append([f"memory of the {name} peer", f"idle {idle:.0f} MiB, peak {peak:.0f}, loaded {loaded:.0f}"])
+    console.table(("beside it", ""), [row for row in rows if not row[1].startswith("0.00 ")])
+
+
+@app.command("nagle")
+def nagle_command(
+    model: ModelFile = None,
+    synthetic: Synthetic = "",
+    device: Device = "CPU",
+    threads: Threads = 2,
+    tokens: Tokens = 48,
+    as_json: AsJson = False,
+) -> None:
+    """Show what decode loses when the accepted socket has no TCP_NODELAY (nobody can configure that)."""
+    from hydra import console
+    from hydra.bench import nagle
+    from hydra.bench.pairs import Setting
+
+    figures = nagle.run(model_path(model, synthetic), Setting(device, threads), tokens, console.note)
+    console.table(
+        ("peer", "with TCP_NODELAY", "without", "factor", "sockets"),
+        [
+            [
+                kind,
+                f"{f.with_tps:.2f} tok/s ({f.with_step_ms:.1f} ms)",
+                f"{f.without_tps:.2f} tok/s ({f.without_step_ms:.1f} ms)",
+                f"{f.factor:.2f}",
+                f.sockets,
+            ]
+            for kind, f in figures.items()
+        ],
+    )
+    console.result("hydra's replies leave in one segment, so that Nagle has nothing to hold back even then.")
+    if as_json:
+        console.result_json({kind: f.to_dict() for kind, f in figures.items()})
+
+
+@app.command("wire")
+def wire_command(
+    model: ModelFile = None,
+    synthetic: Synthetic = "",
+    device: Device = "CPU",
+    threads: Threads = 2,
+    tokens: Tokens = 64,
+    prompt: Annotated[int, typer.Option("--prompt", metavar="N", min=0, help="Prompt tokens before the decode.")] = 512,
+    as_json: AsJson = False,
+) -> None:
+    """Show where a token's time goes in hydra's peer: count, bytes and time of every command."""
+    from hydra import console
+    from hydra.bench import wire
+    from hydra.bench.pairs import Setting
+
+    figures = wire.run(model_path(model, synthetic), Setting(device, threads), tokens, prompt, console.note)
+    console.table(wire.COLUMNS, figures.rows())
+    console.result(f"decode: {figures.decode_tps:.2f} tok/s")
+    if as_json:
+        console.result_json(figures.to_dict())
+
+
+@app.command("worker", hidden=True, context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
+def worker_command(context: typer.Context, name: str) -> None:
+    """A process of a benchmark, started by it from the single-file program."""
+    if name not in _WORKERS:
+        raise ConfigError(f"There is no benchmark process {name!r}.", "Use `hydra bench --help`.")
+    code = importlib.import_module(f"hydra.bench.{name}").main(context.args)
+    if code:
+        raise typer.Exit(code)
+
+
+def _number(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise ConfigError(f"{text!r} is no number of tokens.", "Write --prompts like 512,2048.") from None
+
+
+def _register(name: str) -> None:
+    """Take in a benchmark that brings its own command, where its module is part of this build."""
+    if importlib.util.find_spec(f"hydra.bench.{name}") is not None:
+        module = importlib.import_module(f"hydra.bench.{name}")
+        app.command(name)(module.command)
+
+
+for _name in ("mtp", "soak"):
+    _register(_name)
