@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import base64
-import codecs
 import json
 import os
 import re
@@ -27,6 +26,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from hydra.head.channel import Channel
+from hydra.head.streaming import TextStream
 
 EOS = 257
 VOCAB = 300
@@ -80,8 +80,9 @@ class Slot:
         self.prompt = frame["prompt"]
         self.made: list[int] = list(frame["resume"])
         self.script, self.delay = script_of(self.prompt, self.params)
-        self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self.decoder.decode(bytes(t for t in self.made if t < 256))
+        self.text = TextStream(tuple(self.params.get("stop") or ()))
+        for token in self.made:
+            self.text.push(bytes([token]))
         self.cancelled = False
         self.next_at = time.monotonic() + self.delay
 
@@ -244,12 +245,12 @@ class FakeEngine:
                         "n_embd": 8,
                         "bos": 256,
                         "eos": EOS,
-                        "bos_token": "",
-                        "eos_token": "<|im_end|>",
+                        "bos_text": "",
+                        "eos_text": "<|im_end|>",
                         "add_bos": False,
                         "chat_template": Path(template).read_text() if template else CHATML,
                         "layers": {"mini": 4, "head": 6},
-                        "mtp": False,
+                        "mtp": {"enabled": False},
                         "memory": {},
                     },
                 }
@@ -285,23 +286,26 @@ class FakeEngine:
             return
         slot.made.append(token)
         self.tokens += 1
-        chunk: dict[str, Any] = {
-            "type": "chunk",
-            "id": slot.id,
-            "tokens": [token],
-            "text": slot.decoder.decode(bytes([token])),
-        }
+        chunk: dict[str, Any] = {"type": "chunk", "id": slot.id, "tokens": [token]}
+        chunk["text"] = slot.text.push(bytes([token]))
         if slot.params.get("logprobs") is not None:
-            top = [{"id": t, "token": chr(t), "logprob": -0.1 - i} for i, t in enumerate((token, 120, 121))]
-            chunk["logprobs"] = [
-                {"id": token, "token": chr(token), "logprob": -0.1, "top": top[: slot.params["logprobs"]]}
-            ]
+            likely = [(token, -0.1), (120, -2.5), (121, -3.0)][: slot.params["logprobs"]]
+            chunk["logprobs"] = [{**self.logprob(token, -0.1), "top": [self.logprob(*each) for each in likely]}]
         self.channel.send(chunk)
-        if len(slot.made) >= (slot.params.get("max_tokens") or 1 << 30):
+        if slot.text.stopped is not None:
+            self.done(slot, "stop")
+        elif len(slot.made) >= (slot.params.get("max_tokens") or 1 << 30):
             self.done(slot, "length")
+
+    @staticmethod
+    def logprob(token: int, value: float) -> dict[str, Any]:
+        return {"token": token, "text": bytes([token]).decode("latin-1"), "bytes": [token], "logprob": value}
 
     def done(self, slot: Slot, reason: str) -> None:
         self.slots.pop(slot.id, None)
+        held = slot.text.finish()
+        if held:
+            self.channel.send({"type": "chunk", "id": slot.id, "tokens": [], "text": held})
         self.channel.send(
             {
                 "type": "done",

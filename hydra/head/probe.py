@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 from hydra import __version__
 from hydra.errors import HydraError, PeerError, VersionMismatch
+from hydra.rpc import wire
 from hydra.rpc.client import Client
 
 State = Literal["up", "degraded", "refused", "silent", "unreachable", "mismatch"]
@@ -104,10 +105,8 @@ async def probe(target: PeerTarget, timeout_s: float = 2.0, *, engine_connected:
 
 
 def _judge(target: PeerTarget, status: int, body: dict[str, Any], rtt_ms: float) -> PeerReport:
-    instance = next(
-        (str(body[key]) for key in ("instance", "boot_id", "started_at", "started", "pid") if key in body), None
-    )
-    version = body.get("version") or body.get("hydra_version")
+    instance = next((str(body[key]) for key in ("instance", "worker_pid") if key in body), None)
+    version = body.get("version")
     if isinstance(version, str) and version != __version__:
         return PeerReport(
             target,
@@ -118,10 +117,20 @@ def _judge(target: PeerTarget, status: int, body: dict[str, Any], rtt_ms: float)
             instance,
             health=body,
         )
+    protocol = str(body.get("protocol", "")).split(".")
+    needed = [str(number) for number in wire.PROTOCOL_VERSION]
+    if protocol != [""] and protocol[:2] != needed[:2]:
+        return PeerReport(
+            target,
+            "mismatch",
+            f"speaks ggml-RPC {'.'.join(protocol)}, this head {'.'.join(needed)}",
+            "Install the same hydra release on both boxes.",
+            rtt_ms,
+            instance,
+            health=body,
+        )
     if status != 200:
-        why = body.get("reason") or body.get("error") or body.get("detail") or body.get("state") or f"HTTP {status}"
-        if isinstance(why, dict):
-            why = why.get("message", why)
+        why = body.get("reason") or body.get("state") or f"HTTP {status}"
         return PeerReport(
             target, "degraded", f"is up but cannot compute ({why})", "Its log says why.", rtt_ms, instance, health=body
         )

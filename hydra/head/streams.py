@@ -59,7 +59,7 @@ class Stream:
     """One answer in the making. Iterate it for `Chunk`s and one `Finish`; a HydraError is raised where it ends
     badly."""
 
-    id: int
+    id: str
     prompt: list[int]
     params: dict[str, Any]
     max_wait_s: float
@@ -129,7 +129,7 @@ class Board:
         self.parallel = parallel
         self.queue_max = queue_max
         self.waiting: deque[Stream] = deque()
-        self.active: dict[int, Stream] = {}
+        self.active: dict[str, Stream] = {}
         self._ids = itertools.count(1)
 
     def new(self, prompt: list[int], params: dict[str, Any], max_wait_s: float) -> Stream:
@@ -146,7 +146,7 @@ class Board:
         params = dict(params)
         if params.get("seed") is None:
             params["seed"] = random.SystemRandom().randrange(1, 2**31)
-        stream = Stream(next(self._ids), list(prompt), params, max_wait_s)
+        stream = Stream(str(next(self._ids)), list(prompt), params, max_wait_s)
         stream.start_waiting("waiting for a slot")
         self.waiting.append(stream)
         return stream
@@ -167,7 +167,7 @@ class Board:
             return stream
         return None
 
-    def release(self, stream_id: int) -> Stream | None:
+    def release(self, stream_id: str) -> Stream | None:
         """The stream left the engine (done, failed, or cancelled and confirmed)."""
         stream = self.active.pop(stream_id, None)
         if stream is not None:
@@ -182,7 +182,7 @@ class Board:
 
     def engine_lost(self, why: str) -> int:
         """All active streams go back to the head of the line, oldest first. Returns how many will be continued."""
-        back = [s for s in sorted(self.active.values(), key=lambda s: s.id) if not s.finished]
+        back = [s for s in sorted(self.active.values(), key=lambda s: s.created) if not s.finished]
         self.active.clear()
         for stream in back:
             stream.active = False

@@ -124,8 +124,8 @@ class Supervisor:
         self._on_event = on_event
         self._engine: EngineProcess | None = None
         self._ended: asyncio.Future[Ending] | None = None
-        self._calls: dict[int, _Call] = {}
-        self._call_ids = itertools.count(1_000_000_000)
+        self._calls: dict[str, _Call] = {}
+        self._call_ids = itertools.count(1)
         self._pulse = Pulse()
         self._tasks: list[asyncio.Task[None]] = []
         self._wake = asyncio.Event()
@@ -153,7 +153,7 @@ class Supervisor:
         max_wait_s: the longest it is willing to wait without progress, queue and recoveries included.
         Raises: Overloaded, Unavailable, or the terminal error.
         """
-        self._refuse_if_closed()
+        self.refuse_if_closed()
         stream = self.board.new(prompt, params, self._patience(max_wait_s))
         if not self.ready:
             stream.start_waiting(self.reason or self.state)
@@ -177,14 +177,14 @@ class Supervisor:
 
         Raises: Overloaded, WaitedTooLong, Unavailable, or what the engine answered.
         """
-        self._refuse_if_closed()
+        self.refuse_if_closed()
         if len(self._calls) >= self.settings.queue_max + self.board.parallel:
             raise Overloaded(
                 f"{len(self._calls)} requests wait to be read already.",
                 "Try again in a few seconds.",
                 self.board.retry_after_s(),
             )
-        number = next(self._call_ids)
+        number = f"call-{next(self._call_ids)}"
         call = _Call({"type": kind, "id": number, **fields}, asyncio.get_running_loop().create_future())
         self._calls[number] = call
         if self.ready:
@@ -518,7 +518,7 @@ class Supervisor:
 
     def _on_chunk_frame(self, frame: Frame) -> None:
         self._pulse.moved()
-        stream = self.board.active.get(frame.get("id", -1))
+        stream = self.board.active.get(str(frame.get("id")))
         if stream is None:
             return
         tokens = list(frame.get("tokens") or ())
@@ -528,7 +528,7 @@ class Supervisor:
 
     def _on_done_frame(self, frame: Frame) -> None:
         self._pulse.moved()
-        stream = self.board.release(frame.get("id", -1))
+        stream = self.board.release(str(frame.get("id")))
         if stream is not None:
             stats = dict(frame.get("stats") or {})
             reason = str(frame.get("reason", "stop"))
@@ -544,7 +544,7 @@ class Supervisor:
         self._dispatch()
 
     def _on_result_frame(self, frame: Frame) -> None:
-        call = self._calls.get(frame.get("id", -1))
+        call = self._calls.get(str(frame.get("id")))
         if call is not None and not call.future.done():
             call.future.set_result(frame.get("value"))
 
@@ -595,7 +595,8 @@ class Supervisor:
     def _engine_serves(self) -> bool:
         return self._engine is not None and self._engine.alive and not self._pulse.loading
 
-    def _refuse_if_closed(self) -> None:
+    def refuse_if_closed(self) -> None:
+        """Raises: the terminal error, or Unavailable while nothing new can be taken."""
         if self.failed is not None and self.failed.done():
             raise self.failed.result()
         if self._stopping or not self._tasks:
