@@ -36,7 +36,7 @@ class LazyGroup(TyperGroup):
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name in LAZY and cmd_name not in self.commands:
-            self.commands[cmd_name] = typer.main.get_command(importlib.import_module(LAZY[cmd_name][0]).app)
+            self.commands[cmd_name] = typer.main.get_group(importlib.import_module(LAZY[cmd_name][0]).app)
         return super().get_command(ctx, cmd_name)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
@@ -55,7 +55,11 @@ app = typer.Typer(name="hydra", cls=LazyGroup, no_args_is_help=True, rich_markup
                   help="One large language model across two modest GPUs in two boxes.")
 config_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None,
                          help="Look at hydra.toml as hydra understands it.")
+cache_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="The weights that this box keeps for heads.")
+certs_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Certificates for TLS between the boxes.")
 app.add_typer(config_app, name="config")
+app.add_typer(cache_app, name="cache")
+app.add_typer(certs_app, name="certs")
 
 ConfigFile = Annotated[str | None, typer.Option(
     "--config", metavar="FILE", help="hydra.toml to use (or HYDRA_CONFIG; else ./, ~/.config/hydra/, /etc/hydra/).")]
@@ -63,6 +67,7 @@ NodeName = Annotated[str | None, typer.Option(
     "--node", metavar="NAME", help="Which node of hydra.toml this box is (or HYDRA_NODE; else found out).")]
 Setting = Annotated[list[str] | None, typer.Option(
     "--set", metavar="KEY=VALUE", help="Override one key for this run, such as model.ctx_size=8192. Repeatable.")]
+CacheDir = Annotated[str, typer.Option("--cache-dir", metavar="DIR", help="Instead of [peer] cache_dir.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Report as one JSON object, the last line of stdout.")]
 
 
@@ -214,6 +219,38 @@ def config_show(config: ConfigFile = None, set_: Setting = None,
     from .commands import config as command
 
     command.show(config, settings(set_), origin=origin, as_json=as_json)
+
+
+@cache_app.command("list")
+def cache_list(config: ConfigFile = None, cache_dir: CacheDir = "", as_json: AsJson = False,
+               debug: Debug = False) -> None:
+    """List them, longest unused first."""
+    from .commands import cache
+
+    cache.show(config, cache_dir, as_json=as_json)
+
+
+@cache_app.command("clear")
+def cache_clear(config: ConfigFile = None, cache_dir: CacheDir = "", as_json: AsJson = False,
+                debug: Debug = False) -> None:
+    """Remove them all; the next load sends what it needs again."""
+    from .commands import cache
+
+    cache.clear(config, cache_dir, as_json=as_json)
+
+
+@certs_app.command("init")
+def certs_init(
+    config: ConfigFile = None,
+    days: Annotated[int, typer.Option("--days", metavar="N", min=1, help="How long they are valid.")] = 825,
+    renew: Annotated[bool, typer.Option("--renew", help="Make the nodes' certificates anew; the CA stays.")] = False,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Make a small private CA and one certificate for each node of hydra.toml."""
+    from .commands import certs
+
+    certs.init(config, days, renew, as_json=as_json)
 
 
 # ---- entry ---------------------------------------------------------------------------------------------------------

@@ -131,3 +131,34 @@ def test_docs_are_what_the_program_says():
     """After a change: python -m hydra.commands.reference"""
     assert (ROOT / "docs" / "config.md").read_text() == reference.config_page()
     assert (ROOT / "docs" / "cli.md").read_text() == reference.cli_page()
+
+
+def test_cache(capsys, toml, tmp_path):
+    code, _, err = run(capsys, "cache", "list", "--config", toml)
+    assert code == 2 and "sets no [peer] cache_dir" in err
+    toml.write_text(TOML.replace("[head]", '[peer]\ncache_dir = "kept"\n[head]'))
+    code, out, _ = run(capsys, "cache", "list", "--json", "--config", toml)
+    assert (code, json.loads(out)) == (0, {"directory": str(tmp_path / "kept"), "entries": [], "stored_bytes": 0})
+    from hydra.peer import weights_store
+    from hydra.peer.weights_file import entry_name
+
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "kept" / entry_name(0xABC, 20_000_000)).write_bytes(b"x" * 1000)
+    assert len(weights_store.list_entries(tmp_path / "kept")) == 1
+    code, out, err = run(capsys, "cache", "list", "--config", toml)
+    assert code == 0 and "0000000000000abc" in out and "20.0 MB" in out and "1 tensors" in err
+    code, out, _ = run(capsys, "cache", "clear", "--json", "--cache-dir", tmp_path / "kept")
+    assert (code, json.loads(out)["removed"], json.loads(out)["freed_bytes"]) == (0, 1, 1000)
+    assert run(capsys, "cache", "clear", "--config", toml)[0] == 0
+
+
+def test_certs_init(capsys, toml, tmp_path):
+    toml.write_text(TOML.replace("[head]", '[security]\ncert_dir = "certs"\n[head]'))
+    code, out, err = run(capsys, "certs", "init", "--config", toml)
+    names = {Path(line).name for line in out.splitlines()}
+    assert code == 0 and names == {"ca.pem", "ca.key", "big.pem", "big.key", "mini.pem", "mini.key"}
+    assert "TLS is off" in err and "mini.key" in err
+    code, out, _ = run(capsys, "certs", "init", "--config", toml, "--json")
+    assert (code, json.loads(out)["written"]) == (0, [])
+    code, out, _ = run(capsys, "certs", "init", "--config", toml, "--json", "--renew")
+    assert len(json.loads(out)["written"]) == 4
