@@ -1,12 +1,13 @@
 """Makes models to test and measure with: real architectures, made-up weights, no download.
 
-Knows GGUF, the tensors of three architectures and how to fill blocks of quantised types; does not know llama.cpp or an engine.
+Knows GGUF, the tensors of three architectures and how to fill blocks of quantised types; does not know llama.cpp or
+an engine.
 
-**Exact** models say what is known in advance. Everything that writes into the residual stream (attn_output, ssm_out, ffn_down)
-is zero: all arithmetic is done, and the stream stays the token's embedding. Output row ``successor(t)`` is the embedding of ``t``,
-so the model says ``successor(t)`` after ``t`` with certainty. The MTP block drafts from an embedding table of its own in which
-a chosen share of rows is wrong: acceptance is a number that was chosen. **Mixed** models have nothing zeroed: the
-successor is still favoured, but state and cache decide.
+**Exact** models say what is known in advance. Everything that writes into the residual stream (attn_output, ssm_out,
+ffn_down) is zero: all arithmetic is done, and the stream stays the token's embedding. Output row ``successor(t)`` is
+the embedding of ``t``, so the model says ``successor(t)`` after ``t`` with certainty. The MTP block drafts from an
+embedding table of its own in which a chosen share of rows is wrong: acceptance is a number that was chosen. **Mixed**
+models have nothing zeroed: the successor is still favoured, but state and cache decide.
 
 Big shapes are filled with random quantised blocks written directly. They cost what the real model costs.
 
@@ -30,12 +31,13 @@ import numpy.typing as npt
 from hydra.errors import ModelError
 
 ASK_ABOVE_BYTES = 1 << 30
-_GENERATION = 3  # part of a cached file's name: raise it when what is written changes
+_GENERATION = 4  # part of a cached file's name: raise it when what is written changes
 _ALIGN = 32
 _PIECE_BYTES = 32 << 20
 _SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 _CYCLE = [*range(32, 127), 10]  # printable ASCII and the line feed that ends a chat prompt
 _EMBED_STD = 0.05
+MIXED_GAIN = 3.0  # of what the layers of a mixed model add: state then decides about as often as the last token
 _TEMPLATE = ("{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
              "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
 Array = npt.NDArray[Any]
@@ -44,7 +46,8 @@ Confirm = Callable[[str, int], bool]
 
 @dataclass(frozen=True)
 class Shape:
-    """One model's dimensions. ``n_nextn`` MTP blocks; every ``full_attn_interval``-th layer attends, the others are gated delta nets
+    """One model's dimensions. ``n_nextn`` MTP blocks; every ``full_attn_interval``-th layer attends, the others are
+    gated delta nets
     (arch qwen35). ``quant``: type of the weight matrices; embeddings and output are q8_0 unless that is f32 or f16."""
 
     name: str
@@ -160,7 +163,8 @@ class _Filler:
 
 def block_layout(quant: str) -> tuple[int, int]:
     """Weights and bytes of one block. Source: ggml-common.h."""
-    layouts = {"f32": (1, 4), "f16": (1, 2), "q8_0": (32, 34), "q4_K": (256, 144), "q5_K": (256, 176), "q6_K": (256, 210)}
+    layouts = {"f32": (1, 4), "f16": (1, 2), "q8_0": (32, 34), "q4_K": (256, 144), "q5_K": (256, 176),
+               "q6_K": (256, 210)}
     try:
         return layouts[quant]
     except KeyError:
@@ -219,7 +223,7 @@ def _plan(shape: Shape, exact: bool, acceptance: float, seed: int) -> list[_Tens
         if writes and exact:
             tensors.append(_Tensor(name, size, shape.quant, lambda: fill.zeros(size, shape.quant)))
         else:
-            deviation = std if std is not None else (0.6 if writes else 1.0) / float(np.sqrt(cols))
+            deviation = std if std is not None else (MIXED_GAIN if writes else 1.0) / float(np.sqrt(cols))
             # The stream is made of embeddings of deviation 0.05; what the layers add is to be of the same order.
             deviation = deviation * _EMBED_STD if writes else deviation
             tensors.append(_Tensor(name, size, shape.quant, lambda: fill.random(size, shape.quant, deviation)))
@@ -342,7 +346,9 @@ def size_bytes(shape: Shape, acceptance: float = 0.7) -> int:
 
 def build(path: Path, shape: Shape, *, acceptance: float = 0.7, exact: bool = True, seed: int = 1,
           progress: Callable[[int, int], None] | None = None) -> None:
-    """Write one model; ``progress`` gets bytes done and in all. The file appears under its name only when it is whole."""
+    """Write one model; ``progress`` gets bytes done and in all. The file appears under its name only when it is
+    whole.
+    """
     from gguf import GGMLQuantizationType, GGUFWriter
 
     if not 0 <= acceptance <= 1:
@@ -383,8 +389,10 @@ def build(path: Path, shape: Shape, *, acceptance: float = 0.7, exact: bool = Tr
 def _metadata(writer: Any, shape: Shape, acceptance: float, exact: bool) -> None:
     arch = shape.arch
     writer.add_name(f"hydra synthetic {shape.name}")
-    writer.add_string("hydra.synthetic", json.dumps({**dataclasses.asdict(shape), "acceptance": acceptance, "exact": exact}))
-    numbers = {"block_count": shape.n_layer + shape.n_nextn, "context_length": shape.n_ctx, "embedding_length": shape.n_embd,
+    made = {**dataclasses.asdict(shape), "acceptance": acceptance, "exact": exact}
+    writer.add_string("hydra.synthetic", json.dumps(made))
+    numbers = {"block_count": shape.n_layer + shape.n_nextn, "context_length": shape.n_ctx,
+               "embedding_length": shape.n_embd,
                "feed_forward_length": shape.n_ff, "attention.head_count": shape.n_head,
                "attention.head_count_kv": shape.n_head_kv, "attention.key_length": shape.head_dim,
                "attention.value_length": shape.head_dim,
@@ -456,6 +464,7 @@ def model(name: str, *, acceptance: float = 0.7, exact: bool = True, seed: int =
         raise ModelError(f"{path} would take {size / 1e9:.1f} GB; {free / 1e9:.1f} GB are free there.",
                          "Set XDG_CACHE_HOME to a larger disk.")
     if size > ASK_ABOVE_BYTES and (confirm is None or not confirm(str(path), size)):
-        raise ModelError(f"{path} would take {size / 1e9:.1f} GB and was not confirmed.", "Say yes, or choose a smaller one.")
+        raise ModelError(f"{path} would take {size / 1e9:.1f} GB and was not confirmed.",
+                         "Say yes, or choose a smaller one.")
     build(path, shape, acceptance=acceptance, exact=exact, seed=seed, progress=progress)
     return path

@@ -1,9 +1,10 @@
 """Chooses how many tokens to draft: expected tokens over measured time, re-judged each round.
 
-Pure arithmetic over what it is told; knows no clock, context or slot. A draft of ``n`` gives ``1 + p1 + p1·p2 + …`` tokens and
-costs the draft's steps and a verification of width ``n + 1``. All four are measured: acceptance by place in the draft (with a
-memory of some tens of rounds, lent from one request to the next), the draft by its length, the verification by its width. What
-was not measured yet is interpolated; what was dropped for being too dear is tried again, ever more rarely while it stays so.
+Pure arithmetic over what it is told; knows no clock, context or slot. A draft of ``n`` gives ``1 + p1 + p1·p2 + …``
+tokens and costs the draft's steps and a verification of width ``n + 1``. All four are measured: acceptance by place in
+the draft (with a memory of some tens of rounds, lent from one request to the next), the draft by its length, the
+verification by its width. What was not measured yet is interpolated; what was dropped for being too dear is tried
+again, ever more rarely while it stays so.
 """
 
 from __future__ import annotations
@@ -66,7 +67,8 @@ class StepCost:
 
     def add(self, size: int, seconds: float) -> None:
         before = self.seconds.get(size)
-        # A step that made new graphs, or met a busy machine, is no measure of the next: take at most twice the mean from it.
+        # A step that made new graphs, or met a busy machine, is no measure of the next: take at most twice the mean
+        # from it.
         value = seconds if before is None else min(seconds, 2 * before)
         self.seconds[size] = value if before is None else TIME_MEMORY * before + (1 - TIME_MEMORY) * value
 
@@ -106,7 +108,6 @@ class DraftLength:
 
     def __post_init__(self) -> None:
         self.current = self.n_max
-        self.overall = Acceptance(self.n_max)
 
     def choose(self, acceptances: list[Acceptance]) -> int:
         """The length for a round with these slots."""

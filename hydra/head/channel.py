@@ -1,7 +1,7 @@
 """Frames between the parent and its engine child: ``u32 length (little-endian) | UTF-8 JSON object``, both ways.
 
-Knows nothing of what the frames mean (docs/architecture.md has the table) and nothing of llama.cpp. One reader thread and any
-number of writers may use a channel.
+Knows nothing of what the frames mean (docs/architecture.md has the table) and nothing of llama.cpp. One reader thread
+and any number of writers may use a channel.
 """
 
 from __future__ import annotations

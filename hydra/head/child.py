@@ -1,8 +1,9 @@
 """The engine process: frames in, steps of the engine, frames out. Only this process loads llama.cpp.
 
-Knows frames and the engine; does not know HTTP or hydra.toml. Threads: the main one runs the engine and nothing else touches
-llama.cpp's contexts; a reader takes frames (and answers tokenize/detokenize itself, which is thread-safe, so that they do not wait
-for a decode); a writer sends, so that no step waits for the parent; a heartbeat says that the process lives.
+Knows frames and the engine; does not know HTTP or hydra.toml. Threads: the main one runs the engine and nothing else
+touches llama.cpp's contexts; a reader takes frames (and answers tokenize/detokenize itself, which is thread-safe, so
+that they do not wait for a decode); a writer sends, so that no step waits for the parent; a heartbeat says that the
+process lives.
 
 Run as ``python -m hydra _engine --fd N`` or ``python -m hydra.head.child N``. Ends when the parent closes the channel.
 """
@@ -62,7 +63,7 @@ class Child:
                 self._engine.close()
         return code
 
-    # -- threads --------------------------------------------------------------------------------------------------------
+    # -- threads -----------------------------------------------------------------------------------------------------
 
     def _read(self) -> None:
         try:
@@ -107,7 +108,7 @@ class Child:
             return _failed(exc, frame.get("id"))
         return {"type": "result", "id": frame.get("id"), "value": value}
 
-    # -- the main thread ------------------------------------------------------------------------------------------------
+    # -- the main thread ---------------------------------------------------------------------------------------------
 
     def _serve(self) -> None:
         while True:

@@ -1,13 +1,14 @@
 """Guesses the next tokens cheaply: the model's own MTP block in a context of its own.
 
-Knows the draft context and each slot's place in it. Does not know requests, samplers or acceptance: it is told what the target
-has computed, and asked for guesses.
+Knows the draft context and each slot's place in it. Does not know requests, samplers or acceptance: it is told what the
+target has computed, and asked for guesses.
 
-The draft context pairs each token with the target's hidden row of the token **before** it. It has to see every token of the
-target; but not at once: pairs wait in ``queue`` and are decoded together with the first step of the next draft, so that a
-verified draft costs no catch-up decode of its own, and rounds without a draft cost nothing at all.
+The draft context pairs each token with the target's hidden row of the token **before** it. It has to see every token of
+the target; but not at once: pairs wait in ``queue`` and are decoded together with the first step of the next draft, so
+that a verified draft costs no catch-up decode of its own, and rounds without a draft cost nothing at all.
 
-Source: common/speculative.cpp (draft-mtp) of the pinned llama.cpp, which decodes the catch-up each round; docs/engine.md.
+Source: common/speculative.cpp (draft-mtp) of the pinned llama.cpp, which decodes the catch-up each round;
+docs/engine.md.
 """
 
 from __future__ import annotations
@@ -54,8 +55,8 @@ class Drafter(Protocol):
 class _Seat:
     """One slot's place in the draft context.
 
-    Positions below ``fed`` are final. The ``n`` queued (token, row) pairs follow them; ``pending`` is the row that the token
-    after those pairs with. ``ahead``: the last draft has already fed the slot's next token.
+    Positions below ``fed`` are final. The ``n`` queued (token, row) pairs follow them; ``pending`` is the row that the
+    token after those pairs with. ``ahead``: the last draft has already fed the slot's next token.
     """
 
     def __init__(self, n_embd: int, capacity: int) -> None:
@@ -76,7 +77,8 @@ class MtpDrafter:
     name = "mtp"
     needs_hidden = True
 
-    def __init__(self, target: Context, context: Context, *, n_slots: int, n_batch: int, n_max: int, p_min: float) -> None:
+    def __init__(self, target: Context, context: Context, *, n_slots: int, n_batch: int, n_max: int,
+                 p_min: float) -> None:
         self.n_max = n_max
         self._p_min = p_min
         self._target = target

@@ -1,10 +1,12 @@
-"""The engine: slots, batches, drafting and sampling over one target context. One thread calls it; ``step`` is one decode.
+"""The engine: slots, batches, drafting and sampling over one target context. One thread calls it; ``step`` is one
+decode.
 
 Knows requests and slots. Does not know processes, frames, HTTP or hydra.toml.
 
-One step: take up waiting requests, draft for the decoding slots, decode one target batch (the drafts to be verified, and a bounded
-piece of the prompts still to be read), then sample each slot in turn until its draft and the target differ. Every token that
-leaves was sampled from the target by the request's own sampler, so drafting changes speed and nothing else.
+One step: take up waiting requests, draft for the decoding slots, decode one target batch (the drafts to be verified,
+and a bounded piece of the prompts still to be read), then sample each slot in turn until its draft and the target
+differ. Every token that leaves was sampled from the target by the request's own sampler, so drafting changes speed and
+nothing else.
 
 Source: docs/engine.md; common/speculative.cpp and tools/server/server-context.cpp of the pinned llama.cpp.
 """
@@ -47,7 +49,8 @@ class Engine:
         self.slots = [Slot(i) for i in range(spec.parallel)]
         self._waiting: deque[Request] = deque()
         self._cancelled: set[str] = set()
-        self._lengths: dict[int, DraftLength] = {}
+        self._lengths: dict[int, DraftLength] = {}  # by the number of decoding slots: costs differ
+        self._overall = Acceptance(spec.draft.n_max)
         self._acceptance: dict[str, Acceptance] = {}
         self._prefill_s_per_token = 0.0
         self._decode_s = 0.0
@@ -56,7 +59,7 @@ class Engine:
         self.python_s = 0.0
         self.decoded_steps = 0
 
-    # -- what others ask ------------------------------------------------------------------------------------------------
+    # -- what others ask ---------------------------------------------------------------------------------------------
 
     @property
     def info(self) -> dict[str, Any]:
@@ -144,7 +147,7 @@ class Engine:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # -- one step -------------------------------------------------------------------------------------------------------
+    # -- one step ----------------------------------------------------------------------------------------------------
 
     def step(self) -> list[Event]:
         """One decode of the target, with all that belongs to it.
@@ -200,15 +203,22 @@ class Engine:
             request.n_cached = self._reuse(slot, request.prompt)
             slot.request = request
             slot.next_token = None
-            self._acceptance[request.id] = self._length(1).overall.copy()
+            self._acceptance[request.id] = self._overall.copy()
 
     def _make_sampler(self, request: Request) -> Sampler:
-        sampler = Sampler(request.params, self.vocab, request.prompt[:request.n_prompt][-self._history(request.params):],
-                          self.n_ctx)
+        prompt = request.prompt[:request.n_prompt]
+        sampler = Sampler(request.params, self.vocab, prompt[-self._history(request.params):], self.n_ctx)
         sampler.replay(request.generated)
+        for mark in request.params.preserved_tokens:
+            tokens = self.vocab.tokenize(mark, add_special=False)
+            if len(tokens) == 1:
+                request.preserved |= {tokens[0]}
         for token in request.generated:
-            request.stream.push(self.vocab.piece(token))
+            request.stream.push(self._piece(request, token))
         return sampler
+
+    def _piece(self, request: Request, token: int) -> bytes:
+        return self.vocab.piece(token, special=token in request.preserved)
 
     def _history(self, params: SamplingParams) -> int:
         """How many prompt tokens the penalties look back on."""
@@ -231,7 +241,9 @@ class Engine:
         return max(idle, key=lambda slot: (slot.common_prefix(request.prompt), -slot.used_at))
 
     def _reuse(self, slot: Slot, prompt: list[int]) -> int:
-        """Keep what the slot shares with the prompt (all but its last token: that one gives the logits); forget the rest."""
+        """Keep what the slot shares with the prompt (all but its last token: that one gives the logits); forget the
+        rest.
+        """
         keep = min(slot.common_prefix(prompt), len(prompt) - 1)
         if keep < len(slot.tokens):
             if keep and self.model.recurrent and len(slot.tokens) - keep > slot.rollback:
@@ -253,7 +265,7 @@ class Engine:
         slot.rollback = 0
         return keep
 
-    # -- decoding -------------------------------------------------------------------------------------------------------
+    # -- decoding ----------------------------------------------------------------------------------------------------
 
     def _length(self, n_slots: int) -> DraftLength:
         length = self._lengths.get(n_slots)
@@ -271,14 +283,23 @@ class Engine:
         batch = self._batch
         batch.clear()
         started = time.perf_counter()
+        guessed = [len(drafts[slot.id]) for slot in slots]
+        if self.model.recurrent and len(slots) > 1:
+            # A recurrent memory takes sequences of one length in one ubatch: an unequal draft would cost a pass of its
+            # own. Padding is verified like a guess (so it can only be right), and counted as none.
+            for slot in slots:
+                drafts[slot.id].extend([0] * (max(guessed) - len(drafts[slot.id])))
         firsts = [batch.add([slot.next_token or 0, *drafts[slot.id]], len(slot.tokens), slot.id, output="all")
                   for slot in slots]
         if self._target.decode(batch) != 0:
             raise RequestError(f"The context of {self.n_ctx} cells has no room for {batch.n} more.")
         self._target.synchronize()
         verify_s = time.perf_counter() - started
-        for slot, first in zip(slots, firsts, strict=True):
-            self._accept(slot, first, drafts[slot.id], events, draft_s / len(slots), verify_s / len(slots))
+        for slot, first, real in zip(slots, firsts, guessed, strict=True):
+            if slot.request is not None:
+                slot.request.draft.draft_s += draft_s / len(slots)
+                slot.request.draft.verify_s += verify_s / len(slots)
+            self._accept(slot, first, drafts[slot.id], real, events)
         if self._drafter is not None:
             length.measured(n, draft_s, verify_s)
             self.stats.draft_s += draft_s
@@ -288,7 +309,7 @@ class Engine:
 
     def _with_room(self, slots: list[Slot], events: list[Event]) -> list[Slot]:
         """Those slots that can take one more token; the others end here, or shift."""
-        kept = []
+        kept: list[Slot] = []
         for slot in slots:
             if self._used() + len(kept) + 1 > self.n_ctx and not self._free_idle():
                 if self.spec.context_shift and self._shift(slot):
@@ -333,11 +354,6 @@ class Engine:
         started = time.perf_counter()
         jobs = [(slot.id, slot.tokens, slot.next_token or 0) for slot in slots]
         drafts = self._drafter.draft(jobs, n)
-        if self.model.recurrent and len(slots) > 1:
-            # A recurrent memory takes sequences of one length in one ubatch: an unequal draft would cost a pass of its own.
-            longest = max(map(len, drafts.values()))
-            for guess in drafts.values():
-                guess.extend([0] * (longest - len(guess)))
         return n, drafts, time.perf_counter() - started
 
     def _wanted(self, slot: Slot) -> int:
@@ -347,8 +363,11 @@ class Engine:
             return self.n_ctx
         return request.params.max_tokens - len(request.generated)
 
-    def _accept(self, slot: Slot, first: int, draft: list[int], events: list[Event], draft_s: float, verify_s: float) -> None:
-        """Sample the slot's outputs in turn while they equal the draft; take back the rest; send what was sampled."""
+    def _accept(self, slot: Slot, first: int, draft: list[int], guessed: int, events: list[Event]) -> None:
+        """Sample the slot's outputs in turn while they equal the draft; take back the rest; send what was sampled.
+
+        The first ``guessed`` tokens of the draft are the drafter's.
+        """
         request = slot.request
         if request is None or request.sampler is None or slot.next_token is None:
             return
@@ -379,15 +398,14 @@ class Engine:
             slot.rollback = 0  # a pending rollback is single-use
         slot.next_token = sampled[-1]
         request.steps += 1
-        if draft:
-            # A draft cut short by the end of the answer was not refused.
-            tried = len(draft) if reason is None else accepted
-            self._acceptance[request.id].add(tried, accepted)
-            self._length(1).overall.add(tried, accepted)
-            request.draft.count(tried, accepted)
-            self.stats.count(tried, accepted)
-        request.draft.draft_s += draft_s
-        request.draft.verify_s += verify_s
+        # A draft cut short by the end of the answer was not refused.
+        tried = guessed if reason is None else min(guessed, accepted)
+        if tried:
+            right = min(accepted, tried)
+            self._acceptance[request.id].add(tried, right)
+            self._overall.add(tried, right)
+            request.draft.count(tried, right)
+            self.stats.count(tried, right)
         events.append(Chunk(request.id, sampled, "".join(text), details or None))
         if reason is not None:
             self._end(slot, reason, events)
@@ -401,13 +419,13 @@ class Engine:
             details.append(logprobs(self._target.logits(index), token, request.params.logprobs, self.vocab))
         if self.vocab.is_eog(token):
             return "stop"
-        text.append(request.stream.push(self.vocab.piece(token)))
+        text.append(request.stream.push(self._piece(request, token)))
         if request.stream.stopped is not None:
             return "stop"
         limit = request.params.max_tokens
         return "length" if limit is not None and len(request.generated) >= limit else None
 
-    # -- reading prompts ------------------------------------------------------------------------------------------------
+    # -- reading prompts ---------------------------------------------------------------------------------------------
 
     def _prefill_step(self, slots: list[Slot], others_decode: bool, events: list[Event]) -> float:
         """Read a piece of the waiting prompts; bounded while others decode. Returns the seconds spent in llama.cpp."""
@@ -467,7 +485,7 @@ class Engine:
         if reason is not None:
             self._end(slot, reason, events)
 
-    # -- ends -----------------------------------------------------------------------------------------------------------
+    # -- ends --------------------------------------------------------------------------------------------------------
 
     def _end(self, slot: Slot, reason: str, events: list[Event]) -> None:
         request = slot.request

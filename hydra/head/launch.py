@@ -1,7 +1,7 @@
 """Starts the engine process from the parent's side. Never imports llama.cpp.
 
-Knows how to run this program again, as a checkout, an installed package or one frozen file. Does not know what the engine does
-or when it is to be started anew (supervisor.py does).
+Knows how to run this program again, as a checkout, an installed package or one frozen file. Does not know what the
+engine does or when it is to be started anew (supervisor.py does).
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """The only importer of llama_cpp: owning handles over libllama, and nothing that decides anything.
 
-Knows how to register peers, load a model with layers placed on given devices, make contexts, fill batches and run samplers.
-Does not know slots, requests, drafting or hydra.toml. Every native handle has one owner with ``close()``; contexts close
-before models.
+Knows how to register peers, load a model with layers placed on given devices, make contexts, fill batches and run
+samplers. Does not know slots, requests, drafting or hydra.toml. Every native handle has one owner with ``close()``;
+contexts close before models.
 
-llama-cpp-python's ``rpc_servers=`` does nothing in 0.3.36, so peers are registered through ggml's registry. Functions whose
-results are read in the hot path get prototypes of their own here: ctypes' typed pointers cost more than the call.
+llama-cpp-python's ``rpc_servers=`` does nothing in 0.3.36, so peers are registered through ggml's registry. Functions
+whose results are read in the hot path get prototypes of their own here: ctypes' typed pointers cost more than the call.
 
 Source: include/llama.h, src/llama-ext.h, ggml/include/ggml-rpc.h of the pinned llama.cpp.
 """
@@ -71,6 +71,8 @@ class _Api:
         return function
 
 
+# Said of every model whose MTP block is left out on purpose, and of several well-made vocabularies.
+_EXPECTED_WARNINGS = ("model has unused tensor", "load: control-looking token")
 _log_sink: LoadLog | None = None
 _log_callback: Any = None
 
@@ -85,7 +87,7 @@ def api() -> _Api:
         line = text.decode("utf-8", "replace")
         if _log_sink is not None:
             _log_sink.feed(level, line)
-        if level >= WARN and level <= ERROR:
+        if WARN <= level <= ERROR and not line.startswith(_EXPECTED_WARNINGS):
             log.log(logging.ERROR if level == ERROR else logging.WARNING, "%s", line.rstrip())
 
     _log_callback = loaded.c.llama_log_callback(on_log)
@@ -106,7 +108,9 @@ def collect(sink: LoadLog) -> Iterator[LoadLog]:
 
 
 class _BuftOverride(ctypes.Structure):
-    """struct llama_model_tensor_buft_override of include/llama.h: pattern, buffer type; a list ends with a null pattern."""
+    """struct llama_model_tensor_buft_override of include/llama.h: pattern, buffer type; a list ends with a null
+    pattern.
+    """
 
     _fields_ = [("pattern", ctypes.c_char_p), ("buft", ctypes.c_void_p)]
 
@@ -150,7 +154,8 @@ def local_devices(names: Sequence[str] = ()) -> list[Device]:
 def register_peer(address: str, index: int = 0, timeout_s: float = 5.0) -> Device:
     """Device ``index`` of the ggml-RPC server at ``address`` (``host:port``).
 
-    Raises: PeerUnreachable when nobody listens there (libggml would abort this process), DeviceError when it has no such device.
+    Raises: PeerUnreachable when nobody listens there (libggml would abort this process), DeviceError when it has no
+    such device.
     """
     host, _, port = address.rpartition(":")
     try:
@@ -182,8 +187,8 @@ def register_peer(address: str, index: int = 0, timeout_s: float = 5.0) -> Devic
 class Model:
     """One loaded model.
 
-    ``devices`` in order, with ``split`` layers each (see placement.py); no devices = everything in CPU buffers. ``pipeline`` off
-    keeps the scheduler at one copy of every input: decode does not then pay for prefill's pipelining.
+    ``devices`` in order, with ``split`` layers each (see placement.py); no devices = everything in CPU buffers.
+    ``pipeline`` off keeps the scheduler at one copy of every input: decode does not then pay for prefill's pipelining.
 
     Raises: ModelError with llama.cpp's own reason.
     """
@@ -342,8 +347,9 @@ class Batch:
         self._n_seq = np.ones(capacity, np.int32)
         self._seq_ptr = (self.seq.ctypes.data + 4 * np.arange(capacity)).astype(np.uint64)
         self._struct = c.llama_batch()
-        fields = {"token": self.token, "pos": self.pos, "n_seq_id": self._n_seq, "seq_id": self._seq_ptr,
-                  "logits": self.output}
+        fields: dict[str, npt.NDArray[Any]] = {
+            "token": self.token, "pos": self.pos, "n_seq_id": self._n_seq, "seq_id": self._seq_ptr,
+            "logits": self.output}
         if n_embd:
             fields["embd"] = self.embd
         kinds = dict(c.llama_batch._fields_)
@@ -353,8 +359,10 @@ class Batch:
     def clear(self) -> None:
         self.n = 0
 
-    def add(self, tokens: Sequence[int], pos0: int, seq: int, *, output: str) -> int:
-        """Consecutive tokens of one sequence; ``output``: ``all``, ``last`` or ``none`` have logits. Returns the first index."""
+    def add(self, tokens: Sequence[int] | npt.NDArray[np.int32], pos0: int, seq: int, *, output: str) -> int:
+        """Consecutive tokens of one sequence; ``output``: ``all``, ``last`` or ``none`` have logits. Returns the first
+        index.
+        """
         first, count = self.n, len(tokens)
         end = first + count
         if end > self.capacity:
@@ -381,7 +389,8 @@ class Context:
     """
 
     def __init__(self, model: Model, *, n_ctx: int, n_batch: int, n_ubatch: int, n_seq_max: int, n_outputs_max: int,
-                 type_k: str, type_v: str, flash_attn: str, n_threads: int, n_rs_seq: int = 0, mtp_of: Context | None = None,
+                 type_k: str, type_v: str, flash_attn: str, n_threads: int, n_rs_seq: int = 0,
+                 mtp_of: Context | None = None,
                  swa_full: bool = False, embeddings: bool = False) -> None:
         a = api()
         c = a.c
@@ -408,11 +417,12 @@ class Context:
             params.ctx_other = mtp_of.handle
         self.model = model
         self.log = LoadLog()
+        self.handle: Any
         with collect(self.log):
             self.handle = c.llama_init_from_model(model.handle, params)
         if not self.handle:
             raise DeviceError(f"A context of {n_ctx} tokens cannot be made: {self.log.why()}.",
-                              "Use a smaller ctx_size, a quantised KV cache (cache_type_k/v = \"q8_0\"), or move layers.")
+                              'Use a smaller ctx_size, a quantised KV cache (cache_type_k/v = "q8_0"), or move layers.')
         self.n_ctx = int(c.llama_n_ctx(self.handle))
         self.n_rs_seq = int(c.llama_n_rs_seq(self.handle))
         self._memory = c.llama_get_memory(self.handle)
@@ -440,11 +450,11 @@ class Context:
         address = self._a.logits_ith(self.handle, index)
         if not address:
             raise EngineError(f"There are no logits for token {index} of the batch.")
-        return np.frombuffer(self._row.from_address(address), np.float32)
+        return np.frombuffer(memoryview(self._row.from_address(address)), np.float32)
 
     def hidden(self, index: int) -> npt.NDArray[np.float32]:
         """Hidden row of the batch's token ``index``: [n_embd], a view that the next decode overwrites."""
-        return np.frombuffer(self._hidden.from_address(self._hidden_address(index)), np.float32)
+        return np.frombuffer(memoryview(self._hidden.from_address(self._hidden_address(index))), np.float32)
 
     def copy_hidden(self, first: int, count: int, out: npt.NDArray[np.float32]) -> None:
         """Hidden rows of ``count`` consecutive tokens of one sequence into ``out`` [count, n_embd]."""
@@ -453,7 +463,8 @@ class Context:
             ctypes.memmove(out.ctypes.data, start, count * self._hidden_bytes)
             return
         for i in range(count):  # another sequence's tokens lie between: llama.cpp split the batch by sequence
-            ctypes.memmove(out.ctypes.data + i * self._hidden_bytes, self._hidden_address(first + i), self._hidden_bytes)
+            to = out.ctypes.data + i * self._hidden_bytes
+            ctypes.memmove(to, self._hidden_address(first + i), self._hidden_bytes)
 
     def _hidden_address(self, index: int) -> int:
         address = self._a.nextn_ith(self.handle, index)

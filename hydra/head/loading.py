@@ -111,7 +111,9 @@ def read_shape(path: str) -> Shape:
 
 
 def find_devices(spec: EngineSpec, shape: Shape) -> Placement:
-    """Peers registered and local devices found, with each one's layers. Raises PeerUnreachable, DeviceError, ModelError."""
+    """Peers registered and local devices found, with each one's layers. Raises PeerUnreachable, DeviceError,
+    ModelError.
+    """
     peers = [register_peer(endpoint.address, endpoint.device) for endpoint in spec.endpoints]
     local = local_devices(spec.devices)
     free: dict[str, int] = {}
@@ -177,8 +179,8 @@ def _contexts(spec: EngineSpec, model: Model, place: Placement, layers: dict[str
 
 def _device_of(buffer: str, place: Placement) -> str:
     """The device of a buffer by its name: ``RPC0[host:port]``, ``CUDA0``, ``CPU_Mapped``, ``CUDA_Host``."""
-    return next((device.name for device in place.devices if buffer == device.name or buffer.startswith(device.name + "[")),
-                "CPU")
+    names = [device.name for device in place.devices]
+    return next((name for name in names if buffer == name or buffer.startswith(name + "[")), "CPU")
 
 
 def _drafter_kind(spec: EngineSpec, model: Model, notes: list[str]) -> str:
@@ -191,13 +193,16 @@ def _drafter_kind(spec: EngineSpec, model: Model, notes: list[str]) -> str:
         notes.append("This model has no MTP block: nothing is drafted ahead.")
         return "none"
     if model.n_layer_nextn > 1:
-        notes.append(f"This model has {model.n_layer_nextn} MTP blocks; hydra drafts with exactly one, so nothing is drafted.")
+        notes.append(f"This model has {model.n_layer_nextn} MTP blocks; hydra drafts with exactly one, "
+                     "so nothing is drafted.")
         return "none"
     return "mtp"
 
 
 class _Tracker:
-    """Turns llama.cpp's one fraction into bytes and layers by node; the loader goes through the buffers in its log's order."""
+    """Turns llama.cpp's one fraction into bytes and layers by node; the loader goes through the buffers in its log's
+    order.
+    """
 
     def __init__(self, report: ProgressSink, place: Placement) -> None:
         self._report = report
@@ -220,8 +225,9 @@ class _Tracker:
             if done < passed + count:
                 break
             passed += count
+        eta_s = round(elapsed / fraction - elapsed, 1) if fraction > 0.01 else None
         self._report({"stage": "weights", "node": node, "fraction": round(fraction, 4), "layers_done": int(done),
-                      "layers_total": n_layers, "eta_s": round(elapsed / fraction - elapsed, 1) if fraction > 0.01 else None})
+                      "layers_total": n_layers, "eta_s": eta_s})
         return True
 
     def finish(self) -> None:

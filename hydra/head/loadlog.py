@@ -1,10 +1,10 @@
 """Reads llama.cpp's own log: which layer lies where, how many bytes each device holds, and why a load failed.
 
-Knows nothing of ctypes: text lines in, numbers out. libllama has no C call that says where a layer lies (the C++ one returns a
-``std::map``), but it prints it, with the same figures, so its own accounting is what hydra reports.
+Knows nothing of ctypes: text lines in, numbers out. libllama has no C call that says where a layer lies (the C++ one
+returns a ``std::map``), but it prints it, with the same figures, so its own accounting is what hydra reports.
 
-Source: the format strings in src/llama-model.cpp, llama-kv-cache.cpp, llama-memory-recurrent.cpp and llama-context.cpp of the
-pinned llama.cpp; tests/test_head_loadlog.py holds them.
+Source: the format strings in src/llama-model.cpp, llama-kv-cache.cpp, llama-memory-recurrent.cpp and llama-context.cpp
+of the pinned llama.cpp; tests/test_head_loadlog.py holds them.
 """
 
 from __future__ import annotations

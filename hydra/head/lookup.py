@@ -1,7 +1,7 @@
 """Guesses the next tokens from the text itself: what followed the last few tokens when they stood there before.
 
-Knows nothing of models or devices: lists of tokens in, lists of tokens out. Good for models without an MTP block where answers
-repeat their prompt (code edits, summaries, tables).
+Knows nothing of models or devices: lists of tokens in, lists of tokens out. Good for models without an MTP block where
+answers repeat their prompt (code edits, summaries, tables).
 
 Source: Saxena, "Prompt Lookup Decoding" (2023); llama.cpp's ngram-simple in common/speculative.cpp.
 """

@@ -1,8 +1,8 @@
 """Decides which layers lie where: pure arithmetic over counts, no devices and no llama.cpp.
 
 llama.cpp gives layer ``il`` of ``n`` (repeating layers, then the MTP blocks, then the output) to the first device whose
-cumulated share exceeds ``il / n``. With shares that are whole numbers of layers the division is exact on both sides, so the
-counts come out as asked; ``verify`` compares with what the loader said it did.
+cumulated share exceeds ``il / n``. With shares that are whole numbers of layers the division is exact on both sides, so
+the counts come out as asked; ``verify`` compares with what the loader said it did.
 
 Source: llama_model_base::load_tensors in src/llama-model.cpp of the pinned llama.cpp.
 """
@@ -18,7 +18,8 @@ def layers_by_node(n_layer: int, peers: Sequence[str], head: str, layers: Mappin
                    free_bytes: Mapping[str, int] | None = None) -> dict[str, int]:
     """Repeating layers for each node, peers first in their order, then the head; their sum is ``n_layer``.
 
-    The head may be left out of ``layers`` and gets the rest. With no ``layers`` at all, by free memory (``free_bytes`` by node).
+    The head may be left out of ``layers`` and gets the rest. With no ``layers`` at all, by free memory (``free_bytes``
+    by node).
     Raises: ModelError when the counts do not add up.
     """
     if not peers:
@@ -47,7 +48,9 @@ def layers_by_node(n_layer: int, peers: Sequence[str], head: str, layers: Mappin
 
 
 def tensor_split(counts: Sequence[int], n_extra: int) -> list[float]:
-    """llama.cpp's ``tensor_split`` for ``counts`` repeating layers per device; ``n_extra`` more (MTP, output) on the last."""
+    """llama.cpp's ``tensor_split`` for ``counts`` repeating layers per device; ``n_extra`` more (MTP, output) on the
+    last.
+    """
     return [float(count) for count in counts[:-1]] + [float(counts[-1] + n_extra)]
 
 

@@ -1,10 +1,11 @@
 """Chooses tokens: one request's parameters, checked, and the chain of llama.cpp samplers made from them.
 
-Does not know slots, batches or drafting. The final draw of token ``k`` of an answer is seeded by (seed, k) alone: a request that
-is continued after its engine died, or whose draft was thrown away, draws the same numbers again with no state to keep.
+Does not know slots, batches or drafting. The final draw of token ``k`` of an answer is seeded by (seed, k) alone: a
+request that is continued after its engine died, or whose draft was thrown away, draws the same numbers again with no
+state to keep.
 
-Source: common/sampling.cpp of the pinned llama.cpp (order of the chain; grammar checked on the drawn token first, and only on
-a refusal applied to the whole vocabulary and drawn again: the distribution is the constrained one either way).
+Source: common/sampling.cpp of the pinned llama.cpp (order of the chain; grammar checked on the drawn token first, and
+only on a refusal applied to the whole vocabulary and drawn again: the distribution is the constrained one either way).
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ class SamplingParams:
     """How one request is to be sampled; names and defaults are llama.cpp's.
 
     ``temperature`` <= 0 is greedy. ``seed`` None draws one. ``max_tokens`` None runs to the end of the context.
-    ``logprobs``: None for none, else how many alternatives. ``logit_bias``: by token id. ``json_schema``: a JSON schema as a dict.
+    ``logprobs``: None for none, else how many alternatives. ``logit_bias``: by token id. ``json_schema``: a JSON schema
+    as a dict.
     """
 
     temperature: float = 0.8
@@ -59,6 +61,8 @@ class SamplingParams:
     logprobs: int | None = None
     grammar: str = ""
     json_schema: Mapping[str, Any] | None = None
+    preserved_tokens: tuple[str, ...] = ()
+    """Control tokens whose text is part of the answer (marks of reasoning and tool calls); llama-server's name."""
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> SamplingParams:
@@ -74,7 +78,7 @@ class SamplingParams:
         if isinstance(values.get("stop"), str):
             values["stop"] = (values["stop"],)
         try:
-            for key in ("stop", "dry_sequence_breakers"):
+            for key in ("stop", "dry_sequence_breakers", "preserved_tokens"):
                 if key in values:
                     values[key] = tuple(str(item) for item in values[key])
             if "logit_bias" in values:
@@ -118,7 +122,9 @@ class SamplingParams:
 
 
 def draw_seed(seed: int, position: int, again: bool = False) -> int:
-    """32 bits for the draw of one token: splitmix64 over (seed, position, attempt). Source: Steele et al., OOPSLA 2014."""
+    """32 bits for the draw of one token: splitmix64 over (seed, position, attempt). Source: Steele et al., OOPSLA
+    2014.
+    """
     x = (seed * 0x9E3779B97F4A7C15 + position * 2 + again + 0x9E3779B97F4A7C15) & _MASK64
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK64
@@ -136,7 +142,8 @@ def schema_to_grammar(schema: Mapping[str, Any]) -> str:
 
 
 class Sampler:
-    """One request's samplers. ``sample`` draws the token after output ``index`` of the last decode; ``close`` frees them.
+    """One request's samplers. ``sample`` draws the token after output ``index`` of the last decode; ``close`` frees
+    them.
 
     Raises: RequestError for a grammar that does not parse.
     """

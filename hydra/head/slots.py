@@ -1,7 +1,7 @@
 """What the engine keeps for each request and each slot: plain state, no decisions and no llama.cpp calls.
 
-A **request** is one answer being made. A **slot** is one sequence of the target context's memory, with the tokens that lie in it;
-they stay after a request ends, so that the next prompt with the same beginning need not be computed again.
+A **request** is one answer being made. A **slot** is one sequence of the target context's memory, with the tokens that
+lie in it; they stay after a request ends, so that the next prompt with the same beginning need not be computed again.
 """
 
 from __future__ import annotations
@@ -93,6 +93,7 @@ class Request:
         self.n_resumed = len(resume)
         self.stream = TextStream(params.stop)
         self.sampler: Sampler | None = None
+        self.preserved: frozenset[int] = frozenset()  # control tokens whose text is part of the answer
         self.n_cached = 0
         self.draft = DraftStats()
         self.steps = 0
@@ -109,8 +110,9 @@ class Request:
         made = len(self.generated) - self.n_resumed
         prefill_s = (self.first_at or end) - self.admitted_at if self.admitted_at else 0.0
         decode_s = end - self.first_at if self.first_at else 0.0
-        return {"prompt_tokens": self.n_prompt, "completion_tokens": len(self.generated), "cached_tokens": self.n_cached,
-                "resumed_tokens": self.n_resumed, "queue_s": round((self.admitted_at or end) - self.created_at, 6),
+        return {"prompt_tokens": self.n_prompt, "completion_tokens": len(self.generated),
+                "cached_tokens": self.n_cached, "resumed_tokens": self.n_resumed,
+                "queue_s": round((self.admitted_at or end) - self.created_at, 6),
                 "prefill_s": round(prefill_s, 6), "decode_s": round(decode_s, 6), "steps": self.steps,
                 "prefill_tps": round(fresh / prefill_s, 3) if prefill_s > 0 and fresh else None,
                 # The first token comes out of the prefill, so it is not one of decode's.
@@ -121,8 +123,8 @@ class Request:
 class Slot:
     """One sequence of the memory.
 
-    ``tokens`` lie in the memory at positions 0, 1, …; ``next_token`` was sampled and does not yet. ``rollback`` = how many of the
-    last tokens a recurrent memory can still forget (its snapshots are overwritten by the next batch).
+    ``tokens`` lie in the memory at positions 0, 1, …; ``next_token`` was sampled and does not yet. ``rollback`` = how
+    many of the last tokens a recurrent memory can still forget (its snapshots are overwritten by the next batch).
     """
 
     def __init__(self, id: int) -> None:

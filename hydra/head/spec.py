@@ -1,8 +1,8 @@
 """What an engine is to be: one frozen, JSON-able description of model, nodes, placement, contexts and drafting.
 
-Knows nothing of hydra.toml, llama.cpp or devices: the caller has resolved names to addresses. This is the ``spec`` of the
-``load`` frame (docs/architecture.md), so that the parent never loads llama.cpp and the child never reads a file of settings.
-Names and meanings are llama.cpp's (``common/common.h``).
+Knows nothing of hydra.toml, llama.cpp or devices: the caller has resolved names to addresses. This is the ``spec`` of
+the ``load`` frame (docs/architecture.md), so that the parent never loads llama.cpp and the child never reads a file of
+settings. Names and meanings are llama.cpp's (``common/common.h``).
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Endpoint:
 class DraftSpec:
     """How to draft ahead.
 
-    ``kind``: ``auto`` = the model's own MTP block where it has one, else nothing; ``mtp`` = the same, but say so when there is
-    none; ``lookup`` = prompt-lookup n-grams, for models without MTP; ``none``.
+    ``kind``: ``auto`` = the model's own MTP block where it has one, else nothing; ``mtp`` = the same, but say so when
+    there is none; ``lookup`` = prompt-lookup n-grams, for models without MTP; ``none``.
     """
 
     kind: str = "auto"
@@ -46,7 +46,8 @@ class EngineSpec:
     ``layers`` holds the count of repeating layers by node name; the head may be left out and gets the rest. Peers come
     first, in the order of ``endpoints``. Empty ``layers`` with endpoints splits by free memory.
     ``devices``: local device names as ggml has them (``CUDA0``); empty = all local GPUs, or the CPU.
-    ``pipeline``: llama.cpp's pipeline parallelism (several ubatches in flight): faster prefill on several cards, slower decode.
+    ``pipeline``: llama.cpp's pipeline parallelism (several ubatches in flight): faster prefill on several cards, slower
+    decode.
     """
 
     model_path: str

@@ -1,7 +1,7 @@
 """Turns tokens into text that may be sent: never half a character, never the beginning of a stop string.
 
-Knows nothing of models: bytes of tokens in, text out. Deterministic in the tokens, so that a continued request holds back exactly
-what it held back before.
+Knows nothing of models: bytes of tokens in, text out. Deterministic in the tokens, so that a continued request holds
+back exactly what it held back before.
 """
 
 from __future__ import annotations
