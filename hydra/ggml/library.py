@@ -123,7 +123,7 @@ class Ggml:
                     function = getattr(library, name)
                 except AttributeError as exc:
                     raise LibraryError(
-                        f"{directory} has no function {name}: not a llama.cpp as llama-cpp-python {PINNED_PACKAGE} builds.",
+                        f"{directory} has no function {name}: not one that llama-cpp-python {PINNED_PACKAGE} builds.",
                         "Run `bash build/test.sh` or reinstall llama-cpp-python at the pinned version.",
                     ) from exc
                 function.restype = restype

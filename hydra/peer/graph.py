@@ -27,20 +27,22 @@ from hydra.errors import ProtocolError
 from hydra.ggml import abi
 from hydra.ggml.library import Ggml
 from hydra.peer.handles import HandleTable
-from hydra.peer.rules import TensorTable
+from hydra.peer.rules import Layout, TensorTable
 from hydra.rpc import wire
 
 MAX_ARENAS = 8
 # A message that differs from an arena's last one in more rows than this part is built anew, elsewhere if there is room.
 REWRITE_PART = 0.25
 
-_WIRE_FIELDS = ("ne", "nb", "op_params", "view_offs", "name", "type", "op", "flags")
+_SHAPE_FIELDS = ("ne", "nb", "op_params", "view_offs", "type", "op", "flags")
 
 
 class Arena:
     """Memory for one graph of n tensors and k nodes, and the graph in it.
 
-    What changed with the last message is in ``changed``: None for everything, else the rows that were rewritten.
+    What the last message changed is in ``changed``: None for everything, else the rows that were rewritten;
+    ``moved_only`` when those differ in nothing but where their data lies. ``layout`` is what the rules found the
+    tensors to be, while that holds.
     """
 
     def __init__(self, ggml: Ggml, n_nodes: int, n_tensors: int, private_layout: bool) -> None:
@@ -64,7 +66,8 @@ class Arena:
         self._order: np.ndarray = np.zeros(0, dtype=np.int64)
         self.changed: np.ndarray | None = None
         self.built = False
-        self.topology: bytes = b""
+        self.moved_only = False
+        self.layout: Layout | None = None
         self._ctx = 0
         self._make_graph(n_nodes, n_tensors)
 
@@ -111,15 +114,24 @@ class Arena:
             if not np.array_equal(new["id"], self.rows["id"][changed]):
                 changed = None
             else:
+                old = self.rows[changed]
+                self.moved_only = bool(
+                    np.array_equal(_shapes(old), _shapes(new))
+                    and np.array_equal(old["buffer"] == 0, new["buffer"] == 0)
+                )
                 self.rows[changed] = new
         if changed is None:
+            self.moved_only = False
             self.built = False
             self._words[:] = words
             self._node_ids[:] = node_ids
             self._index_ids()
         self.changed = changed
         if changed is None or len(changed):
-            self._write_rows(slice(None) if changed is None else changed, handles)
+            at = slice(None) if changed is None else changed
+            self._write_places(at, handles)
+            if not self.moved_only:
+                self._write_shapes(at)
             self._write_graph(changed)
             self.built = True
 
@@ -150,10 +162,9 @@ class Arena:
         result[at] = self._order[where]
         return result
 
-    def _write_rows(self, at: slice | np.ndarray, handles: HandleTable) -> None:
+    def _write_places(self, at: slice | np.ndarray, handles: HandleTable) -> None:
+        """Where the tensors of some rows lie, and their names."""
         rows = self.rows[at]
-        self.src[at] = src = self._positions(rows["src"], "source")
-        self.view_src[at] = view_src = self._positions(rows["view_src"], "view source")
         self.buf[at], self.data[at] = buf, data = handles.resolve(rows["buffer"].copy(), rows["data"].copy())
         none = buf < 0
         real = handles.real_base[buf] + data
@@ -161,10 +172,18 @@ class Arena:
         ggml_buffer = handles.ggml[buf]
         ggml_buffer[none] = 0
         columns = self.tensors
-        for name in _WIRE_FIELDS:
-            columns[name][at] = rows[name]
         columns["buffer"][at] = ggml_buffer
         columns["data"][at] = real
+        columns["name"][at] = rows["name"]
+
+    def _write_shapes(self, at: slice | np.ndarray) -> None:
+        """All else of some rows."""
+        rows = self.rows[at]
+        self.src[at] = src = self._positions(rows["src"], "source")
+        self.view_src[at] = view_src = self._positions(rows["view_src"], "view source")
+        columns = self.tensors
+        for name in _SHAPE_FIELDS:
+            columns[name][at] = rows[name]
         columns["src"][at] = np.where(src < 0, np.uint64(0), self._addresses[src])
         columns["view_src"][at] = np.where(view_src < 0, np.uint64(0), self._addresses[view_src])
 
@@ -185,7 +204,7 @@ class Arena:
             bits = np.zeros(len(self._used) * 8, dtype=np.uint8)
             bits[slots] = 1
             self._used[:] = np.packbits(bits, bitorder="little")
-        else:
+        elif not self.moved_only:
             slots = self._slots[changed]
             is_node = self._keys[slots] != 0
             self._use_counts[slots[is_node]] = self.rows["use_count"][changed][is_node]
@@ -282,6 +301,17 @@ class GraphStore:
         self.arenas.clear()
 
 
+# Bytes of an rpc_tensor that say what a tensor is: all but its buffer, data and name.
+_SHAPE_BYTES = np.ones(wire.TENSOR_SIZE, dtype=bool)
+for _name, _size in (("buffer", 8), ("data", 8), ("name", wire.MAX_NAME)):
+    _offset = wire.RPC_TENSOR.fields[_name][1]  # type: ignore[index]
+    _SHAPE_BYTES[_offset : _offset + _size] = False
+
+
+def _shapes(rows: np.ndarray) -> np.ndarray:
+    return rows.view(np.uint8).reshape(len(rows), wire.TENSOR_SIZE)[:, _SHAPE_BYTES]
+
+
 def _parse(payload: memoryview) -> tuple[np.ndarray, np.ndarray, int]:
     """(node ids u64[k], tensor rows as u64 words, n_tensors), copied to aligned memory."""
     _, n_nodes = wire.GRAPH_HEAD.unpack_from(payload)
@@ -292,7 +322,7 @@ def _parse(payload: memoryview) -> tuple[np.ndarray, np.ndarray, int]:
     wanted = at + 4 + n_tensors * wire.TENSOR_SIZE
     if n_tensors > wire.MAX_GRAPH_TENSORS or len(payload) != wanted:
         raise ProtocolError(
-            f"GRAPH_COMPUTE announces {n_nodes} nodes and {n_tensors} tensors in {len(payload)} bytes; {wanted} are due."
+            f"GRAPH_COMPUTE announces {n_nodes} nodes and {n_tensors} tensors in {len(payload)} bytes, not {wanted}."
         )
     if not n_nodes or n_nodes > n_tensors:
         raise ProtocolError(f"GRAPH_COMPUTE has {n_nodes} nodes and {n_tensors} tensors.")

@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hydra.errors import ProtocolError
-from hydra.peer import op_rules, op_rules_recurrent  # noqa: F401 - the second registers its rules
+from hydra.peer import op_rules, op_rules_image, op_rules_recurrent  # noqa: F401 - they register their rules
 from hydra.peer.ops import BLOCK_SIZE, IS_VIEW_OP, OP, OP_COUNT, TYPE_COUNT, TYPE_SIZE, op_name, type_name
 
 Ints = NDArray[np.int64]
@@ -141,21 +141,6 @@ def check_tensors(t: TensorTable) -> None:
     _refuse(t, (cut | (nb % size[:, None] == 0)).all(1), "a stride is not a whole number of its type's blocks")
     _refuse(t, (one | (nb > 0) | (elements == 0)[:, None]).all(1), "a stride of 0 would repeat elements")
 
-    has_buffer = t.buf >= 0
-    _refuse(t, t.buf < len(t.buf_size), "its buffer is unknown")
-    _refuse(t, has_buffer | (t.data == 0), "it has an address but no buffer")
-    room = t.buf_size[t.buf] if len(t.buf_size) else np.zeros(n, np.uint64)
-    room = np.where(has_buffer, room, 0)
-    fits = (t.data <= room) & (extent.astype(np.uint64) <= room - np.minimum(t.data, room))
-    _refuse(t, ~has_buffer | fits, "it reaches outside its buffer of {} bytes", room)
-    _refuse(
-        t, ~has_buffer | (packed.astype(np.uint64) <= room), "its elements overlap: they outnumber its buffer's bytes"
-    )
-    # A view's outermost stride may step once past what the view covers, never further.
-    _refuse(t, ~has_buffer | (t.nb <= 2 * room[:, None]).all(1), "a stride is longer than its buffer of {} bytes", room)
-    aligned = (block > 1) | (t.data % size.astype(np.uint64) == 0)
-    _refuse(t, aligned, "its address is not a multiple of its type's size")
-
     is_view = t.view_src >= 0
     _refuse(t, (t.view_src < n) & (t.view_src >= -1), "the tensor it is a view of does not exist")
     own = np.arange(n)
@@ -173,9 +158,6 @@ def check_tensors(t: TensorTable) -> None:
         "it reaches outside the tensor that it is a view of ({} bytes)",
         source_extent,
     )
-    same_place = (t.buf == t.buf[root]) & (~has_buffer | (t.data - np.where(is_view, t.view_offs, 0) == t.data[root]))
-    _refuse(t, same_place, "it does not lie where the tensor that it is a view of puts it")
-
     row_ok = ne[:, 0] == block
     unit = nb[:, 0] == size
     tight_0 = row_ok | unit
@@ -198,6 +180,35 @@ def check_tensors(t: TensorTable) -> None:
         root=root,
         root_offs=np.where(is_view, t.view_offs, 0).astype(np.int64),
     )
+    check_placement(t, t.layout)
+
+
+def check_placement(t: TensorTable, layout: Layout) -> None:
+    """Where the tensors lie, all else being known to be right: inside their buffers, aligned, views where their source
+    is.
+
+    A topology that passed check_graph before needs no more than this. Raises: ProtocolError.
+    """
+    n = len(t)
+    has_buffer = t.buf >= 0
+    _refuse(t, t.buf < len(t.buf_size), "its buffer is unknown")
+    _refuse(t, has_buffer | (t.data == 0), "it has an address but no buffer")
+    room = t.buf_size[t.buf] if len(t.buf_size) else np.zeros(n, np.uint64)
+    room = np.where(has_buffer, room, np.uint64(0))
+    fits = (t.data <= room) & (layout.extent.astype(np.uint64) <= room - np.minimum(t.data, room))
+    _refuse(t, ~has_buffer | fits, "it reaches outside its buffer of {} bytes", room)
+    packed = layout.packed.astype(np.uint64)
+    _refuse(t, ~has_buffer | (packed <= room), "its elements overlap: they outnumber its buffer's bytes")
+    # A view's outermost stride may step once past what the view covers, never further.
+    longest = layout.nb.max(1).astype(np.uint64)
+    _refuse(t, ~has_buffer | (longest <= 2 * room), "a stride is longer than its buffer of {} bytes", room)
+    size = layout.type_size.astype(np.uint64)
+    aligned = (BLOCK_SIZE[layout.type] > 1) | (t.data % size == 0)
+    _refuse(t, aligned, "its address is not a multiple of its type's size")
+    is_view = t.view_src >= 0
+    root = np.where(is_view, t.view_src, np.arange(n))
+    same_place = (t.buf == t.buf[root]) & (~has_buffer | (t.data - np.where(is_view, t.view_offs, 0) == t.data[root]))
+    _refuse(t, same_place, "it does not lie where the tensor that it is a view of puts it")
 
 
 def check_graph(t: TensorTable) -> None:

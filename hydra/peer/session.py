@@ -43,6 +43,7 @@ from hydra.rpc.wire import Command
 
 PIECE_BYTES = 4 << 20
 MAX_PLANS = 4096
+MAX_TOPOLOGIES = 512  # of about 60 KB each
 _REPLY_BYTES = 4 << 20
 _ZERO_HASH = (b"", 0)
 
@@ -77,7 +78,7 @@ class SharedState:
         self.cache = cache
         self.private_layout = private_layout
         self.budget = Budget(settings.max_inflight_bytes)
-        self.topologies: dict[tuple[int, bytes], None] = {}
+        self.topologies: dict[tuple[int, bytes], rules.Layout | None] = {}
         self.info = [Backend(ggml, device, settings.threads) for device in devices]
 
     def close(self) -> None:
@@ -628,15 +629,20 @@ class Session:
             self._mark_queued(backend)
 
     def _validate(self, arena: Arena, index: int, backend: Backend) -> None:
-        """Every tensor inside its buffer each time; every operation what its op accepts once per topology."""
+        """Every tensor in its place each time; every operation what its op accepts, once per topology."""
         if arena.changed is not None and not len(arena.changed):
             return
         table = arena.table(self.handles)
-        rules.check_tensors(table)
-        key = (index, rules.topology_key(table))
         known = self.shared.topologies
-        if key in known:
+        if arena.moved_only and arena.layout is not None:
+            rules.check_placement(table, arena.layout)
             return
+        key = (index, rules.topology_key(table))
+        arena.layout = known.get(key)
+        if arena.layout is not None:
+            rules.check_placement(table, arena.layout)
+            return
+        rules.check_tensors(table)
         rules.check_graph(table)
         supports = self.ggml.ggml_backend_dev_supports_op
         device = backend.device.handle
@@ -644,6 +650,6 @@ class Session:
             if not supports(device, arena.address + position * abi.TENSOR_SIZE):
                 name = ops.op_name(int(table.op[position]))
                 raise ProtocolError(f"Node {position} ({name}): {backend.device.name} does not have this operation.")
-        if len(known) >= 4096:
+        if len(known) >= MAX_TOPOLOGIES:
             known.clear()
-        known[key] = None
+        arena.layout = known[key] = table.layout
