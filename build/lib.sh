@@ -57,7 +57,7 @@ ensure_system_packages() {
             fail_with_log "apt failed" "$cache/logs/apt.log"
     fi
     "${PYTHON:-python3}" -c 'import sys; sys.exit(sys.version_info < (3, 10))' ||
-        fail "Python 3.10 or newer is needed; ${PYTHON:-python3} is $("${PYTHON:-python3}" -V 2>&1). Set PYTHON to a newer one."
+        fail "Python 3.10 or newer is needed, and this is $("${PYTHON:-python3}" -V 2>&1). Set PYTHON to a newer one."
 }
 
 # --- 2. the virtual environment ---------------------------------------------------------------------------------------
@@ -101,7 +101,7 @@ choose_backend() {
     case "${HYDRA_CUDA:-auto}" in
         0) ;;
         1)
-            [[ $nvcc ]] || fail "HYDRA_CUDA=1, but there is no nvcc: install the CUDA toolkit ($cuda_floor) or set CUDACXX."
+            [[ $nvcc ]] || fail "HYDRA_CUDA=1, but no nvcc: install the CUDA toolkit ($cuda_floor) or set CUDACXX."
             backend=cuda ;;
         auto)
             if gpu_here && [[ $nvcc ]]; then
@@ -152,13 +152,13 @@ fetch_sdist() {
             --no-binary llama-cpp-python --dest "$folder" "llama-cpp-python==$llama_version" </dev/null ||
             fail "could not fetch llama-cpp-python $llama_version; is a package index within reach?"
         echo "$llama_sha256  $folder/$llama_sdist" | sha256sum --check --status ||
-            fail "$folder/$llama_sdist is not the archive that hydra is pinned to (its SHA-256 differs). Delete it and try again."
+            fail "$folder/$llama_sdist is not the archive that hydra is pinned to: its SHA-256 differs. Delete it, try again."
     fi
     printf '%s\n' "$folder/$llama_sdist"
 }
 
-# ensure_wheel FOLDER: builds the wheel into our own cache unless it is there; prints its path. pip's wheel cache is kept
-# out of it: that one does not look at CMAKE_ARGS and would hand back a build without RPC.
+# ensure_wheel FOLDER: builds the wheel into our own cache unless it is there; prints its path. pip's wheel cache is
+# kept out of it: that one does not look at CMAKE_ARGS and would hand back a build without RPC.
 ensure_wheel() {
     local folder=$1 sdist
     if ! compgen -G "$folder/*.whl" >/dev/null; then

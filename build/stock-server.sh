@@ -1,5 +1,8 @@
 #!/usr/bin/env bash
-# Builds llama.cpp's own programs (llama-server, ggml-rpc-server, llama-bench) from the source that our wheel is built of,
+# Builds llama.cpp's own programs (llama-server, ggml-rpc-server, llama-bench) from the source that our wheel is built
+# of, with the same options, for benchmarks that measure hydra beside them. Nothing else needs this. The settings are
+# those of build/lib.sh. The last line, on stdout, is the folder that holds the programs.
+source that our wheel is built of,
 # with the same options, for benchmarks that measure hydra beside them. Nothing else needs this. The settings are those of
 # build/lib.sh. The last line, on stdout, is the folder that holds the programs.
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
