@@ -130,7 +130,7 @@ choose_backend() {
 build_key() {
     {
         printf '%s\n' "$llama_version" "${cmake_args[@]}"
-        cat "$root/build/no-common.cmake"
+        grep -v "^#" "$root/build/no-common.cmake"
         grep -m1 -E '^(flags|Features)' /proc/cpuinfo || true
         "${CXX:-g++}" --version | head -n 1
         getconf GNU_LIBC_VERSION || true
@@ -152,7 +152,7 @@ fetch_sdist() {
             --no-binary llama-cpp-python --dest "$folder" "llama-cpp-python==$llama_version" </dev/null ||
             fail "could not fetch llama-cpp-python $llama_version; is a package index within reach?"
         echo "$llama_sha256  $folder/$llama_sdist" | sha256sum --check --status ||
-            fail "$folder/$llama_sdist is not the archive that hydra is pinned to: its SHA-256 differs. Delete it, try again."
+            fail "$folder/$llama_sdist is not the archive that hydra is pinned to: its SHA-256 differs. Delete it."
     fi
     printf '%s\n' "$folder/$llama_sdist"
 }
