@@ -19,7 +19,8 @@ if [[ ! -f $folder/complete ]]; then
     say "building llama.cpp's programs for this box ($backend): some minutes, once. Options: ${cmake_args[*]}"
     cmake -G Ninja -S "$folder/source" -B "$folder/work" -DCMAKE_BUILD_TYPE=Release -DBUILD_SHARED_LIBS=ON \
         -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_UI=OFF -DLLAMA_USE_PREBUILT_UI=OFF \
-        -DLLAMA_OPENSSL=OFF -DCMAKE_BUILD_RPATH_USE_ORIGIN=ON "${cmake_args[@]}" >"$cache/logs/stock-server-configure.log" 2>&1 ||
+        -DLLAMA_OPENSSL=OFF -DCMAKE_BUILD_RPATH_USE_ORIGIN=ON "${cmake_args[@]}" \
+        >"$cache/logs/stock-server-configure.log" 2>&1 ||
         fail_with_log "cmake failed" "$cache/logs/stock-server-configure.log"
     "$python" "$root/build/progress.py" --what "llama-server" --log "$cache/logs/stock-server.log" -- \
         cmake --build "$folder/work" --target llama-server ggml-rpc-server llama-bench ||
