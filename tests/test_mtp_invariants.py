@@ -170,7 +170,7 @@ def test_cancelled_in_the_middle_of_a_draft() -> None:
 def test_probability_floor_shortens_drafts() -> None:
     """With draft_p_min the drafter stops where it is unsure; what is said stays the same."""
     plain = answers_of(toy_spec(toy(exact=False)), logprobs=5)
-    floor = answers_of(toy_spec(toy(exact=False), "mtp", 6, p_min=0.999, parallel=4), logprobs=5)
+    floor = answers_of(toy_spec(toy(exact=False), "mtp", 6, p_min=0.995, parallel=4), logprobs=5)
     free = answers_of(toy_spec(toy(exact=False), "mtp", 6, parallel=4), logprobs=5)
     for p, f in zip(plain, floor, strict=True):
         assert_same_or_near_tie(p, f)

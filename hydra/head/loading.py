@@ -82,7 +82,7 @@ def load(spec: EngineSpec, progress: ProgressSink | None = None) -> Loaded:
     try:
         layers = _verify(model, place, spec.head, local_only)
         report({"stage": "contexts"})
-        return _contexts(spec, model, place, layers)
+        return _contexts(spec, model, layers)
     except BaseException:
         model.close()
         raise
@@ -135,7 +135,7 @@ def _verify(model: Model, place: Placement, head: str, local_only: bool) -> dict
     return placement.verify(place.layers, model.log.layers, place.node_of, model.n_layer, head)
 
 
-def _contexts(spec: EngineSpec, model: Model, place: Placement, layers: dict[str, int]) -> Loaded:
+def _contexts(spec: EngineSpec, model: Model, layers: dict[str, int]) -> Loaded:
     notes: list[str] = []
     kind = _drafter_kind(spec, model, notes)
     drafts = kind != "none"
@@ -170,17 +170,19 @@ def _contexts(spec: EngineSpec, model: Model, place: Placement, layers: dict[str
     memory: dict[str, dict[str, int]] = {}
     for log in logs:
         for item in log.buffers:
-            node = place.node_of.get(_device_of(item.buffer, place), spec.head)
+            node = _node_of_buffer(item.buffer, spec)
             kinds = memory.setdefault(node, {})
             name = f"draft {item.kind}" if drafter is not None and log is logs[-1] and len(logs) == 3 else item.kind
             kinds[name] = kinds.get(name, 0) + item.size_bytes
     return Loaded(spec, model, target, drafter, layers, memory, notes)
 
 
-def _device_of(buffer: str, place: Placement) -> str:
-    """The device of a buffer by its name: ``RPC0[host:port]``, ``CUDA0``, ``CPU_Mapped``, ``CUDA_Host``."""
-    names = [device.name for device in place.devices]
-    return next((name for name in names if buffer == name or buffer.startswith(name + "[")), "CPU")
+def _node_of_buffer(buffer: str, spec: EngineSpec) -> str:
+    """Whose a buffer is, by its name: ``RPC0[host:port]`` (the peer's device 0), else the head's (``CUDA0``,
+    ``CPU_Mapped``).
+    """
+    names = {f"RPC{endpoint.device}[{endpoint.address}]": endpoint.node for endpoint in spec.endpoints}
+    return names.get(buffer, spec.head)
 
 
 def _drafter_kind(spec: EngineSpec, model: Model, notes: list[str]) -> str:

@@ -1,0 +1,51 @@
+"""A split changes neither tokens nor drafts: the hybrid model over a hydra peer and over the stock server, with and without MTP."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from hydra.bench.stock import StockServer
+from hydra.head.engine import Engine
+from hydra.head.spec import Endpoint
+from hydra.peer.launch import start_peer
+from tests.engine_support import PROMPTS, Answer, answers_of, ask, first_difference, toy, toy_spec
+
+
+@pytest.fixture(scope="module", params=["hydra", "stock"])
+def address(request: pytest.FixtureRequest) -> Iterator[str]:
+    """A peer on loopback with one CPU thread, as the local runs have."""
+    if request.param == "stock":
+        with StockServer(threads=1) as server:
+            yield server.endpoint
+    else:
+        with start_peer(device="CPU", threads=1) as peer:
+            yield f"127.0.0.1:{peer.port}"
+
+
+@pytest.fixture(scope="module")
+def local() -> list[Answer]:
+    return answers_of(toy_spec(toy(exact=False)))
+
+
+@pytest.mark.parametrize(("kind", "n_max", "slots"), [("none", 1, 1), ("mtp", 1, 1), ("mtp", 3, 1), ("mtp", 6, 1),
+                                                     ("mtp", 3, 4), ("none", 1, 4)])
+def test_split_answers_are_local_answers(address: str, local: list[Answer], kind: str, n_max: int, slots: int) -> None:
+    spec = toy_spec(toy(exact=False), kind, n_max, parallel=slots, endpoints=(Endpoint("mini", address),),
+                    layers={"mini": 2})
+    with Engine(spec) as engine:
+        assert engine.info["layers"] == {"mini": 2, "head": 2}
+        assert engine.info["memory"]["mini"]["model"] > 0
+        answers = ask(engine, PROMPTS)
+    assert [first_difference(a.tokens, b.tokens) for a, b in zip(local, answers, strict=True)] == [None] * len(PROMPTS)
+
+
+@pytest.mark.parametrize("on_peer", [0, 1, 4])
+def test_any_split_by_name(address: str, local: list[Answer], on_peer: int) -> None:
+    """Also none and all of the layers on the peer; the MTP block and the output stay on the head."""
+    spec = toy_spec(toy(exact=False), "mtp", 3, endpoints=(Endpoint("mini", address),), layers={"mini": on_peer})
+    with Engine(spec) as engine:
+        assert engine.info["layers"] == {"mini": on_peer, "head": 4 - on_peer}
+        (answer,) = ask(engine, PROMPTS[:1])
+    assert answer.tokens == local[0].tokens
