@@ -172,6 +172,36 @@ def peer_command(
              log_json=_log_json(log_format), debug=debug)
 
 
+@app.command("chat")
+def chat_command(
+    prompt: Annotated[str, typer.Argument(
+        metavar="[PROMPT]", show_default=False, help="The question; piped stdin goes before it. None = talk.")] = "",
+    config: ConfigFile = None,
+    url: Annotated[str, typer.Option("--url", metavar="URL", envvar="HYDRA_API", show_default=False,
+                                     help="The head's address; else [head] of hydra.toml.")] = "",
+    system: Annotated[str, typer.Option("--system", "-s", metavar="TEXT", show_default=False,
+                                        help="System prompt.")] = "",
+    temperature: Annotated[float | None, typer.Option("--temperature", "--temp", metavar="T")] = None,
+    top_p: Annotated[float | None, typer.Option("--top-p", metavar="P")] = None,
+    top_k: Annotated[int | None, typer.Option("--top-k", metavar="K")] = None,
+    min_p: Annotated[float | None, typer.Option("--min-p", metavar="P")] = None,
+    seed: Annotated[int | None, typer.Option("--seed", metavar="N", help="Repeats an answer.")] = None,
+    max_tokens: Annotated[int | None, typer.Option("--max-tokens", "-n", metavar="N",
+                                                   help="Longest answer, in tokens.")] = None,
+    think: Annotated[bool, typer.Option("--think/--hide-think",
+                                        help="Show the model's reasoning, on a terminal.")] = True,
+    stats: Annotated[bool, typer.Option("--stats", help="Figures after an answer, on stderr.")] = False,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Talk to a running head: one question and its answer, or a conversation."""
+    from .commands import chat
+
+    params = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p, "seed": seed,
+              "max_tokens": max_tokens}
+    chat.run(prompt, config, url, system, params, think=think, stats=stats, as_json=as_json)
+
+
 @app.command("demo")
 def demo_command(
     prompt: Annotated[str, typer.Argument(metavar="[PROMPT]", help="What to begin with.", show_default=False)] = "",

@@ -52,6 +52,11 @@ def write_note(text: str) -> None:
     sys.stderr.flush()
 
 
+def write_dim(text: str) -> None:
+    """A piece of reasoning, dimmed, on stderr."""
+    err().print(text, style="dim", end="", soft_wrap=True)
+
+
 def note(text: str) -> None:
     """One line for the person at the terminal, on stderr."""
     err().print(text, soft_wrap=True)

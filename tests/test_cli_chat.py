@@ -1,0 +1,221 @@
+"""`hydra chat` against a small head of our own: what goes to stdout, what to stderr, and every way it can go wrong."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from hydra import cli
+from hydra.commands import chat, chat_terminal
+from hydra.commands.chat_client import HeadClient, Piece
+from hydra.errors import HydraError
+
+READY = {"state": "ready", "model": "m"}
+END = {"finish_reason": "stop", "timings": {"prompt_per_second": 504.04, "predicted_per_second": 29.2, "draft_n": 10,
+                                             "draft_n_accepted": 7, "n_ctx": 1000, "context_n": 120}}
+
+
+class Head:
+    """Answers as `health` and `script` say; keeps what it was asked."""
+
+    def __init__(self) -> None:
+        self.health: list[dict[str, Any]] = [READY]
+        self.script: list[str | dict[str, Any]] = []
+        self.status = 200
+        self.refusal: dict[str, Any] = {}
+        self.asked: list[dict[str, Any]] = []
+        self.keys: list[str | None] = []
+        outer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                body = outer.health.pop(0) if len(outer.health) > 1 else outer.health[0]
+                self.reply(200 if body.get("state") == "ready" else 503, json.dumps(body))
+
+            def do_POST(self) -> None:
+                outer.asked.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+                outer.keys.append(self.headers["Authorization"])
+                if outer.status != 200:
+                    self.reply(outer.status, json.dumps(outer.refusal))
+                    return
+                lines = [item if isinstance(item, str) else f"data: {json.dumps(item)}" for item in outer.script]
+                self.reply(200, "".join(f"{line}\n\n" for line in [*lines, "data: [DONE]"]))
+
+            def reply(self, status: int, body: str) -> None:
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(body.encode())))
+                self.end_headers()
+                self.wfile.write(body.encode())
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_port}"
+        self.thread = threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.02})
+        self.thread.start()
+
+    def says(self, *texts: str, reasoning: str = "") -> None:
+        self.script = [{"choices": [{"delta": {"role": "assistant", "content": ""}}]}]
+        if reasoning:
+            self.script.append({"choices": [{"delta": {"reasoning_content": reasoning}}]})
+        self.script += [{"choices": [{"delta": {"content": text}}]} for text in texts]
+        self.script += [{"choices": [{"delta": {}, "finish_reason": "stop"}], "timings": END["timings"]},
+                        {"choices": [], "usage": {"completion_tokens": len(texts)}}]
+
+
+@pytest.fixture
+def head() -> Iterator[Head]:
+    made = Head()
+    yield made
+    made.server.shutdown()
+    made.thread.join()
+    made.server.server_close()
+
+
+@pytest.fixture(autouse=True)
+def no_stdin(monkeypatch, tmp_path) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO(""))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+
+
+def run(capsys, *arguments: str) -> tuple[int, str, str]:
+    code = cli.run(["chat", *arguments])
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def test_one_shot_writes_the_answer_and_nothing_else(capsys, head):
+    head.says("Hello", " wörld", reasoning="hm")
+    code, out, err = run(capsys, "hi", "--url", head.url, "-s", "Be brief.", "--temp", "0", "-n", "9", "--seed", "3")
+    assert (code, out, err) == (0, "Hello wörld\n", "")
+    assert head.asked[0]["messages"] == [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hi"}]
+    assert {key: head.asked[0].get(key) for key in ("temperature", "max_tokens", "seed", "top_p", "stream")} == {
+        "temperature": 0, "max_tokens": 9, "seed": 3, "top_p": None, "stream": True}
+
+
+def test_stdin_goes_before_the_prompt(capsys, head, monkeypatch):
+    head.says("ok\n")
+    monkeypatch.setattr(sys, "stdin", io.StringIO("a text\nof two lines\n"))
+    assert run(capsys, "Sum it up.", "--url", head.url)[:2] == (0, "ok\n")
+    assert head.asked[0]["messages"][0]["content"] == "a text\nof two lines\n\nSum it up."
+
+
+def test_json_and_stats(capsys, head):
+    head.says("yes", reasoning="because")
+    code, out, err = run(capsys, "hi", "--url", head.url, "--json", "--stats")
+    report = json.loads(out)
+    assert code == 0 and len(out.splitlines()) == 1
+    assert (report["text"], report["reasoning"], report["finish_reason"]) == ("yes", "because", "stop")
+    assert report["usage"] == {"completion_tokens": 1}
+    assert err == "prompt 504.0 tok/s · answer 29.2 tok/s · accepted 70 % · context 12 %\n"
+
+
+def test_waits_for_a_head_that_loads(capsys, head, monkeypatch):
+    monkeypatch.setattr(chat, "READY_POLL_S", 0.0)
+    head.says("there")
+    head.health = [{"state": "waiting", "reason": "waiting for peer mini", "model": "m"},
+                   {"state": "loading", "stage": "weights", "node": "mini", "percent": 40.0, "eta_s": 9, "model": "m"},
+                   READY]
+    code, out, err = run(capsys, "hi", "--url", head.url)
+    assert (code, out) == (0, "there\n") and "waiting for peer mini" in err
+
+
+def test_failures(capsys, head):
+    code, out, err = run(capsys, "hi", "--url", "http://127.0.0.1:9")
+    assert (code, out) == (5, "") and err.startswith("error: No head answers") and "hydra up" in err
+    head.health = [{"state": "failed", "reason": "out of memory", "model": "m"}]
+    assert run(capsys, "hi", "--url", head.url)[0] == 8
+    head.health = [{"state": "ok", "name": "mini", "devices": []}]
+    code, _, err = run(capsys, "hi", "--url", head.url)
+    assert code == 5 and "no head but the peer mini" in err
+    head.health = [READY]
+    head.status, head.refusal = 401, {"error": {"message": "No key."}}
+    code, _, err = run(capsys, "hi", "--url", head.url)
+    assert code == 9 and "No key." in err and "HYDRA_API_KEY" in err
+    head.status, head.refusal = 503, {"error": {"message": "Queue full."}}
+    assert run(capsys, "hi", "--url", head.url)[0] == 8
+    head.status = 200
+    head.script = [{"choices": [{"delta": {"content": "half"}}]}, {"error": {"message": "The engine is gone."}}]
+    code, out, err = run(capsys, "hi", "--url", head.url)
+    assert (code, out) == (8, "half") and "The engine is gone." in err
+    head.script = ["data: {not json"]
+    assert run(capsys, "hi", "--url", head.url)[0] == 8
+
+
+def test_address_and_key(capsys, head, monkeypatch, tmp_path):
+    head.says("ok")
+    monkeypatch.setenv("HYDRA_API", head.url)
+    monkeypatch.setenv("HYDRA_API_KEY", "hush")
+    assert run(capsys, "hi")[0] == 0 and head.keys == ["Bearer hush"]
+    assert chat.head_address(None, "box:99", {}) == ("http://box:99", "")
+    assert chat.head_address(None, "", {}) == ("http://127.0.0.1:8080", "")
+    file = tmp_path / "hydra.toml"
+    file.write_text('[model]\npath = "m"\n[head]\napi_host = "0.0.0.0"\napi_port = 99\napi_key = "k"\n'
+                    '[[nodes]]\nname = "a"\nrole = "head"\nhost = "10.0.0.1"\n')
+    assert chat.head_address(str(file), "", {}) == ("http://10.0.0.1:99", "k")
+    file.write_text("nonsense")
+    with pytest.raises(HydraError, match="not valid TOML"):
+        chat.head_address(None, "", {})
+
+
+def test_notes_of_a_silent_stream(head):
+    head.script = [': hydra {"reason": "waiting for peer mini"}', ": hydra nonsense", ": other"]
+    with HeadClient(head.url) as client:
+        notes = [piece.note for piece in client.chat([], {}) if piece.note]
+    assert notes == ["waiting for peer mini"]
+
+
+def test_slash_commands():
+    talk = chat.Conversation(turns=[{"role": "user", "content": "x"}], last=END)
+    assert chat.command("/set temperature 0.5", talk) == "temperature = 0.5" and talk.params == {"temperature": 0.5}
+    assert "temperature = 0.5" in str(chat.command("/show", talk)) and "1 messages" in str(chat.command("/show", talk))
+    assert "29.2" in str(chat.command("/stats", talk))
+    assert chat.command("/system Be kind.", talk) and talk.messages() == [{"role": "system", "content": "Be kind."}]
+    talk.turns.append({"role": "user", "content": "y"})
+    assert chat.command("/clear", talk) and not talk.turns
+    for name in chat_terminal.COMMANDS:
+        if name != "/set":
+            chat.command(name, talk)
+        assert name in chat.HELP
+    for bad in ("/set nonsense 1", "/set top_k x", "/nonsense"):
+        with pytest.raises(HydraError):
+            chat.command(bad, talk)
+
+
+def test_several_lines_between_quotes():
+    lines = iter(['"""one', "two", 'three"""', "plain ", '"""a"""'])
+    ask = lambda _: next(lines)  # noqa: E731
+    assert chat_terminal.read(ask) == "one\ntwo\nthree"
+    assert chat_terminal.read(ask) == "plain"
+    assert chat_terminal.read(ask) == "a"
+
+
+def test_a_conversation_goes_on_after_an_error_and_a_stop(capsys, head, monkeypatch):
+    talk = chat.Conversation(turns=[{"role": "user", "content": "q"}])
+    with HeadClient(head.url) as client:
+        head.says("fine")
+        chat_terminal.answer(client, talk, think=True, stats=True)
+        assert talk.turns[-1] == {"role": "assistant", "content": "fine"}
+        talk.turns.append({"role": "user", "content": "again"})
+        head.status = 503
+        chat_terminal.answer(client, talk, think=True, stats=False)
+        assert [turn["content"] for turn in talk.turns] == ["q", "fine"], "the question was taken back"
+
+        def stopped(*_: Any) -> Iterator[Piece]:
+            yield Piece(text="ha")
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(client, "chat", stopped)
+        talk.turns.append({"role": "user", "content": "long"})
+        chat_terminal.answer(client, talk, think=True, stats=False)
+    assert talk.turns[-1] == {"role": "assistant", "content": "ha"}
+    assert "[stopped]" in capsys.readouterr().err
