@@ -156,7 +156,9 @@ class Ggml:
 def _open(directory: Path, name: str) -> ctypes.CDLL:
     path = directory / name
     try:
-        return ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
+        # Never RTLD_GLOBAL: where the libraries link libstdc++ statically, its symbols would then be taken for libllama's own,
+        # and the first std::stringstream there crashes.
+        return ctypes.CDLL(str(path))
     except OSError as exc:
         raise LibraryError(
             f"{path} cannot be loaded: {exc}.",
