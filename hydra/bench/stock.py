@@ -80,7 +80,7 @@ def serve(endpoint: str, devices: list[str], threads: int, cache_dir: str | None
     from hydra.ggml.library import load
 
     ggml = load()
-    rpc = ctypes.CDLL(str(ggml.directory / "libggml-rpc.so.0"), mode=ctypes.RTLD_GLOBAL)
+    rpc = ctypes.CDLL(str(ggml.directory / "libggml-rpc.so.0"))
     rpc.ggml_backend_rpc_start_server.restype = None
     rpc.ggml_backend_rpc_start_server.argtypes = [
         ctypes.c_char_p,

@@ -156,8 +156,8 @@ class Ggml:
 def _open(directory: Path, name: str) -> ctypes.CDLL:
     path = directory / name
     try:
-        # Never RTLD_GLOBAL: where the libraries link libstdc++ statically, its symbols would then be taken for libllama's own,
-        # and the first std::stringstream there crashes.
+        # Never RTLD_GLOBAL: where the libraries link libstdc++ statically, its symbols would then be taken for
+        # libllama's own, and the first std::stringstream there crashes.
         return ctypes.CDLL(str(path))
     except OSError as exc:
         raise LibraryError(
