@@ -59,7 +59,12 @@ def write_dim(text: str) -> None:
 
 def note(text: str) -> None:
     """One line for the person at the terminal, on stderr."""
-    err().print(text, soft_wrap=True)
+    err().print(text, soft_wrap=_unbroken())
+
+
+def _unbroken() -> bool:
+    """Lines are wrapped at words on a terminal, and left whole in a file or pipe."""
+    return not err().is_terminal
 
 
 def error(message: str, hint: str = "") -> None:
@@ -67,9 +72,9 @@ def error(message: str, hint: str = "") -> None:
     from rich.text import Text
 
     one = " ".join(message.split())
-    err().print(Text.assemble(("error: ", "bold red"), one), soft_wrap=True)
+    err().print(Text.assemble(("error: ", "bold red"), one), soft_wrap=_unbroken())
     if hint:
-        err().print(Text.assemble(("hint:  ", "bold"), " ".join(hint.split())), soft_wrap=True)
+        err().print(Text.assemble(("hint:  ", "bold"), " ".join(hint.split())), soft_wrap=_unbroken())
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[Any]], *, stderr: bool = False) -> None:
@@ -121,7 +126,7 @@ class _Handler(logging.Handler):
                 stamp = time.strftime("%H:%M:%S", time.localtime(record.created))
                 line = Text.assemble((f"{record.levelname.lower():<7}", LEVELS.get(record.levelname, "")), f" {stamp} ",
                                      (node, "bold"), f" {message}")
-                err().print(line, soft_wrap=True)
+                err().print(line, soft_wrap=_unbroken())
             if record.exc_info:
                 print(logging.Formatter().formatException(record.exc_info), file=sys.stderr, flush=True)
         except Exception:
@@ -184,8 +189,9 @@ class Loading:
         from rich.progress import BarColumn, Progress, TextColumn
 
         if self._bar is None:
-            self._bar = Progress(TextColumn("{task.description}"), BarColumn(bar_width=None),
-                                 TextColumn("{task.fields[percent]}"), console=err(), transient=True)
+            self._bar = Progress(TextColumn("{task.description}"), BarColumn(bar_width=20),
+                                 TextColumn("{task.fields[percent]}"), console=err(), transient=True,
+                                 refresh_per_second=5)
             self._bar.add_task(said, total=None, percent="")
             self._bar.start()
         self._bar.update(self._bar.task_ids[0], description=said, total=total or None, completed=done,

@@ -79,8 +79,9 @@ def answer(head: HeadClient, talk: Conversation, *, think: bool, stats: bool) ->
 
     try:
         text, _ = show_answer(noted(), talk, think=think)
+        talked = True
     except KeyboardInterrupt:
-        text = "".join(seen)
+        text, talked = "".join(seen), False
         console.note(" [stopped]")
     except HydraError as error:
         console.write("\n")
@@ -91,7 +92,7 @@ def answer(head: HeadClient, talk: Conversation, *, think: bool, stats: bool) ->
         pieces.close()
     console.write("\n")
     talk.turns.append({"role": "assistant", "content": text})
-    if stats:
+    if stats and talked:
         console.note(figures(talk.last))
 
 

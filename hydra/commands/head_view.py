@@ -16,6 +16,7 @@ from ..config import Config
 
 log = logging.getLogger("hydra.head")
 LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
+SAID_ELSEWHERE = ("ready", "stopping", "stopped", "failed")
 PROGRESS = ("layers_done", "layers_total", "bytes_done", "bytes_total", "eta_s")
 
 
@@ -46,8 +47,16 @@ class HeadView:
                 self.tick()
                 return
         elif event.kind == "state":
+            state = event.data.get("state")
+            if state == "waiting":
+                return  # the event about the peer says it better, and follows at once
             self._waiting_for = ""
             self._loading.close()
+            if state in SAID_ELSEWHERE:
+                return
+            if state == "loading":
+                log.info("Loading the model.")
+                return
         log.log(LEVELS.get(event.level, logging.INFO), "%s", event.message)
 
     def tick(self) -> None:
@@ -55,11 +64,12 @@ class HeadView:
         if not self._waiting_for or not console.err().is_terminal:
             return
         now = self._clock()
-        said = f"{self._waiting_for} · next look in {max(0.0, self._retry_at_s - now):.0f} s"
+        # The countdown comes first: a narrow terminal cuts the end off.
+        said = f"next look {max(0.0, self._retry_at_s - now):.0f} s"
         limit = self._cfg.head.peer_wait_s
         if limit and not self.served:
-            said += f" · giving up in {console.seconds_text(self._begin_s + limit - now)}"
-        self._loading.update(said)
+            said += f" · giving up {console.seconds_text(self._begin_s + limit - now)}"
+        self._loading.update(f"{said} · {self._waiting_for}")
 
     def ready(self, info: dict[str, Any]) -> None:
         """Say where it serves and what is loaded where."""
