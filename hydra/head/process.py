@@ -16,6 +16,7 @@ import socket
 import sys
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from hydra.errors import EngineError
@@ -26,10 +27,14 @@ STDERR_LINES = 60
 Frame = dict[str, Any]
 
 
-def default_command(fd: int) -> list[str]:
-    """How the engine child is started: this program again, frozen or not."""
-    frozen = getattr(sys, "frozen", False)
-    return [sys.executable, *([] if frozen else ["-m", "hydra"]), "_engine", "--fd", str(fd)]
+def _environment(extra: Mapping[str, str]) -> dict[str, str]:
+    """What the child inherits. Where gdb is installed, ggml's abort() attaches it for a trace of every thread, which
+    holds up the recovery for seconds; GGML_NO_BACKTRACE, unless set by the user, leaves that out."""
+    environment = {"GGML_NO_BACKTRACE": "1", **os.environ, **extra}
+    if not getattr(sys, "frozen", False):
+        root = str(Path(__file__).resolve().parents[2])
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [root, environment.get("PYTHONPATH", "")]))
+    return environment
 
 
 class EngineProcess:
@@ -76,7 +81,7 @@ class EngineProcess:
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.STDOUT,
                 limit=1 << 20,
-                env=None if env is None else {**os.environ, **env},
+                env=_environment(env or {}),
             )
         except OSError as error:
             ours.close()

@@ -7,6 +7,7 @@ lie in it; they stay after a request ends, so that the next prompt with the same
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -82,14 +83,22 @@ class DraftStats:
 
 
 class Request:
-    """One answer in the making. ``resume`` = tokens of it that the caller already has: they are not sent again."""
+    """One answer in the making. ``resume`` = tokens of it that the caller already has: they are not sent again.
 
-    def __init__(self, id: str, prompt: Sequence[int], params: SamplingParams, resume: Sequence[int] = ()) -> None:
+    ``exact``: these are taken one step after the other, as they were the first time, because a kernel rounds
+    differently for a wider batch and a near tie may then fall otherwise. Else they are read like a prompt, which is
+    faster.
+    """
+
+    def __init__(self, id: str, prompt: Sequence[int], params: SamplingParams, resume: Sequence[int] = (),
+                 exact: bool = True) -> None:
         self.id = id
-        self.prompt = [*prompt, *resume]  # all that must be in the memory before the next token can be sampled
+        read = () if exact else resume
+        self.prompt = [*prompt, *read]  # all that must be in the memory before the next token can be sampled
         self.n_prompt = len(prompt)
         self.params = params
-        self.generated: list[int] = list(resume)
+        self.generated: list[int] = list(read)
+        self.replay: deque[int] = deque(resume if exact else ())  # still to be taken instead of sampled
         self.n_resumed = len(resume)
         self.stream = TextStream(params.stop)
         self.sampler: Sampler | None = None

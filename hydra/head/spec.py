@@ -46,6 +46,8 @@ class EngineSpec:
     ``layers`` holds the count of repeating layers by node name; the head may be left out and gets the rest. Peers come
     first, in the order of ``endpoints``. Empty ``layers`` with endpoints splits by free memory.
     ``devices``: local device names as ggml has them (``CUDA0``); empty = all local GPUs, or the CPU.
+    ``exact_resume``: a continued answer takes its known tokens step by step (same rounding) instead of in one batch
+    (faster).
     ``pipeline``: llama.cpp's pipeline parallelism (several ubatches in flight): faster prefill on several cards, slower
     decode.
     """
@@ -66,6 +68,7 @@ class EngineSpec:
     use_extra_bufts: bool = True
     pipeline: bool = False
     context_shift: bool = False
+    exact_resume: bool = True
     draft: DraftSpec = field(default_factory=DraftSpec)
 
     def to_dict(self) -> dict[str, Any]:

@@ -21,10 +21,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hydra.errors import EngineError, HydraError, PeerUnreachable
+from hydra.head import launch
 from hydra.head import probe as probing
 from hydra.head.diagnosis import Ending, Failure, Ledger, diagnose, error_from_frame
 from hydra.head.probe import PeerReport, PeerTarget
-from hydra.head.process import EngineProcess, Frame, default_command
+from hydra.head.process import EngineProcess, Frame
 from hydra.head.spec import EngineSpec
 from hydra.head.streams import Board, Chunk, Overloaded, Stream, Unavailable, WaitedTooLong
 from hydra.head.watchdog import Pulse, Watchdog
@@ -100,7 +101,7 @@ class Supervisor:
         peers: Sequence[PeerTarget] = (),
         settings: SupervisorSettings | None = None,
         *,
-        command: Callable[[int], Sequence[str]] = default_command,
+        command: Callable[[int], Sequence[str]] = launch.command,
         on_event: Callable[[Event], None] | None = None,
     ) -> None:
         self.spec = spec

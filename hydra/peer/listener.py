@@ -29,6 +29,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import hydra
 from hydra.errors import HydraError, PeerError
 from hydra.peer import sockets
 from hydra.peer.control import VERBS, ControlPool
@@ -393,6 +394,7 @@ class Listener:
             "state": self.state,
             "reason": self.reason,
             "name": self.settings.name,
+            "version": hydra.__version__,
             "protocol": ".".join(map(str, wire.PROTOCOL_VERSION)),
             "devices": self.devices,
             "connections": len(self._active),
