@@ -19,11 +19,13 @@ app = typer.Typer(
     no_args_is_help=True, rich_markup_mode=None, help="Measure side by side: stock peer, our peer, link, MTP."
 )
 
+_NAGLE_SHAPE = "toy-llama"  # small, so that a step is all network
+
 # Processes that a benchmark starts of itself from the single file; from a checkout they are run as modules.
 _WORKERS = ("stock", "sink", "relay", "run_head")
 
 ModelFile = Annotated[
-    Path | None, typer.Option("--model", "-m", metavar="FILE", help="GGUF to measure with (else the embedded model).")
+    Path | None, typer.Option("--model", "-m", metavar="FILE", help="GGUF to measure with (else one that is at hand).")
 ]
 Synthetic = Annotated[
     str, typer.Option("--synthetic", metavar="SHAPE", help="Make a model of this shape and use it, such as 27b.")
@@ -122,17 +124,22 @@ def peer_command(
         console.result_json(outcome.to_dict())
 
 
-def _bounds(figures: dict[str, float], console: Any) -> None:
+def _bounds(figures: dict[str, float | None], console: Any) -> None:
+    """The table of single figures; what was not measured is left out."""
     mib = 1 << 20
-    rows = [
-        ["no peer (ceiling), decode", f"{figures['ceiling_decode_tps']:.2f} tok/s"],
-        ["sink (floor), cold load", f"{figures['floor_load_s']:.2f} s"],
-        ["sink (floor), warm load", f"{figures['floor_warm_load_s']:.2f} s"],
-    ]
+    rows = []
+    for key, name, unit in (
+        ("ceiling_decode_tps", "no peer (ceiling), decode", "tok/s"),
+        ("floor_load_s", "sink (floor), cold load", "s"),
+        ("floor_warm_load_s", "sink (floor), warm load", "s"),
+    ):
+        if figures.get(key):
+            rows.append([name, f"{figures[key]:.2f} {unit}"])
     for prefix, name in (("peer", "hydra"), ("stock_peer", "stock")):
-        idle, peak, loaded = (figures[f"{prefix}_rss_{part}_bytes"] / mib for part in ("idle", "peak", "loaded"))
-        rows.append([f"memory of the {name} peer", f"idle {idle:.0f} MiB, peak {peak:.0f}, loaded {loaded:.0f}"])
-    console.table(("beside it", ""), [row for row in rows if not row[1].startswith("0.00 ")])
+        sizes = [(figures.get(f"{prefix}_rss_{part}_bytes") or 0.0) / mib for part in ("idle", "peak", "loaded")]
+        if all(sizes):
+            rows.append([f"memory of the {name} peer", "idle {:.0f} MiB, peak {:.0f}, loaded {:.0f}".format(*sizes)])
+    console.table(("beside it", ""), rows)
 
 
 @app.command("nagle")
@@ -141,7 +148,7 @@ def nagle_command(
     synthetic: Synthetic = "",
     device: Device = "CPU",
     threads: Threads = 2,
-    tokens: Tokens = 48,
+    tokens: Tokens = 100,
     as_json: AsJson = False,
 ) -> None:
     """Show what decode loses when the accepted socket has no TCP_NODELAY (nobody can configure that)."""
@@ -149,7 +156,8 @@ def nagle_command(
     from hydra.bench import nagle
     from hydra.bench.pairs import Setting
 
-    figures = nagle.run(model_path(model, synthetic), Setting(device, threads), tokens, console.note)
+    chosen = model_path(model, synthetic or ("" if model else _NAGLE_SHAPE))
+    figures = nagle.run(chosen, Setting(device, threads), tokens, console.note)
     console.table(
         ("peer", "with TCP_NODELAY", "without", "factor", "sockets"),
         [

@@ -29,7 +29,10 @@ from hydra.bench.run_head import HeadSpec
 from hydra.errors import HydraError
 
 _PIDFD_GETFD = 438  # the same number on every architecture
-_LOOK_EVERY_S = 0.05
+_LOOK_EVERY_S = 0.01
+_WARMUP_TOKENS = (
+    64  # so that the option is gone, and the client's first quick acknowledgements too, before the first figure
+)
 
 
 @dataclass(frozen=True)
@@ -55,7 +58,7 @@ def run(model: Path, setting: Setting, tokens: int, report: Report) -> dict[str,
 
     Raises: HydraError when this user may not borrow another process's socket, or a run fails.
     """
-    spec = HeadSpec(str(model), threads=setting.threads, decode_tokens=tokens)
+    spec = HeadSpec(str(model), threads=setting.threads, decode_tokens=tokens, warmup_tokens=_WARMUP_TOKENS)
     figures = {}
     for kind in ("stock", "hydra"):
         runs: dict[bool, tuple[float, float]] = {}

@@ -82,7 +82,7 @@ def start(kind: str, setting: Setting, cache_dir: Path | None = None, timings: b
                     device=setting.device,
                     threads=setting.threads,
                     prefix=("ip", "netns", "exec", netns) if netns else (),
-                    allow=(link.head_address,) if link else (),
+                    allow=(link.head_address, link.peer_address) if link else (),
                     cache_dir=str(cache_dir or ""),
                     timings=timings,
                 )

@@ -49,7 +49,7 @@ class Outcome:
     """All figures: ``ratios`` by name (above 1 = hydra's is better), single figures, and remarks a reader must know."""
 
     ratios: dict[str, Ratio] = field(default_factory=dict)
-    figures: dict[str, float] = field(default_factory=dict)
+    figures: dict[str, float | None] = field(default_factory=dict)
     remarks: list[str] = field(default_factory=list)
     setting: dict[str, Any] = field(default_factory=dict)
 
@@ -171,7 +171,7 @@ class _Measurement:
                 with start(kind, self._setting) as peer:
                     result, _ = run_head(self._loader, peer, self._netns)
                 self._add(kind)(name, result.load_s)
-            self._report(f"{kind}: {name} {self._median(kind, name):.2f} s")
+                self._report(f"{kind}: {name} {result.load_s:.2f} s")
 
     def outcome(self) -> Outcome:
         outcome = Outcome()
@@ -226,8 +226,9 @@ class _Measurement:
             floor = figures[f"floor_{name}_s"]
             if floor and name in outcome.ratios:
                 figures[f"{name}_over_floor"] = outcome.ratios[name].hydra / floor
-        if figures["ceiling_decode_tps"] and "decode" in outcome.ratios:
-            figures["decode_over_ceiling"] = outcome.ratios["decode"].hydra / figures["ceiling_decode_tps"]
+        ceiling = figures["ceiling_decode_tps"]
+        if ceiling and "decode" in outcome.ratios:
+            figures["decode_over_ceiling"] = outcome.ratios["decode"].hydra / ceiling
 
     def _remarks(self, outcome: Outcome) -> None:
         if not self._agree:
@@ -239,11 +240,11 @@ class _Measurement:
         if self._plan.loads and "warm_load" not in outcome.ratios:
             outcome.remarks.append("No tensor is above 10 MiB, so the client caches none and there is no warm load.")
         if self._plan.pairs < 5:
-            outcome.remarks.append(f"{self._plan.pairs} pairs are too few to trust; use 5 or more.")
+            outcome.remarks.append(f"Fewer than 5 pairs ({self._plan.pairs}) are too few to trust.")
 
     def _add(self, kind: str) -> Any:
         return lambda name, value: self._samples[kind, name].append(float(value))
 
-    def _median(self, kind: str, name: str) -> float:
-        values = self._samples.get((kind, name))
-        return statistics.median(values) if values else 0.0
+    def _median(self, kind: str, name: str) -> float | None:
+        values = [value for value in self._samples.get((kind, name), ()) if value]
+        return statistics.median(values) if values else None
