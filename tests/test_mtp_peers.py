@@ -1,4 +1,7 @@
-"""A split changes neither tokens nor drafts: the hybrid model over a hydra peer and over the stock server, with and without MTP."""
+"""A split changes neither tokens nor drafts.
+
+The hybrid model over a hydra peer and over the stock server, with and without MTP.
+"""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ import numpy.typing as npt
 from hydra.errors import ModelError
 
 ASK_ABOVE_BYTES = 1 << 30
-_GENERATION = 4  # part of a cached file's name: raise it when what is written changes
+_GENERATION = 5  # part of a cached file's name: raise it when what is written changes
 _ALIGN = 32
 _PIECE_BYTES = 32 << 20
 _SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
@@ -75,7 +75,7 @@ class Shape:
 
 
 SHAPES: dict[str, Shape] = {shape.name: shape for shape in (
-    Shape("toy", "qwen35", 4, 256, 256, 4, 2, 64, 512, 4096, "f32", 1, 2, 32, 2, 4),
+    Shape("toy", "qwen35", 4, 256, 256, 4, 2, 64, 512, 4096, "f32", 1, 2, 32, 2, 8),
     Shape("toy-llama", "llama", 4, 256, 256, 4, 2, 64, 512, 4096, "f32"),
     Shape("toy-gemma", "gemma3", 6, 256, 256, 4, 2, 64, 512, 4096, "f32", n_swa=64),
     Shape("tiny", "qwen35", 12, 1024, 3072, 8, 2, 128, 4096, 32768, "q8_0", 1, 4, 128, 8, 16),

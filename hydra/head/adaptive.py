@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-MEMORY = 0.95  # of acceptance, per round: about 20 rounds
+MEMORY = 0.98  # of acceptance, per round: about 50 rounds
 TIME_MEMORY = 0.8
 SWITCH_GAIN = 1.02  # a change of width makes new graphs, so it must promise something
 FIRST_PROBE, LAST_PROBE = 48, 384  # rounds between two tries while drafting does not pay
@@ -62,7 +62,8 @@ class Acceptance:
 class StepCost:
     """Seconds by size (draft length or verify width): running means, a line between and beyond them."""
 
-    def __init__(self) -> None:
+    def __init__(self, stepwise: bool = False) -> None:
+        self.stepwise = stepwise
         self.seconds: dict[int, float] = {}
 
     def add(self, size: int, seconds: float) -> None:
@@ -80,9 +81,11 @@ class StepCost:
             return self.seconds[size]
         sizes = sorted(self.seconds)
         if len(sizes) == 1:
-            # One point tells no slope: decoding is bound by memory, so a token more costs little.
             known = sizes[0]
-            return self.seconds[known] * (1 + 0.1 * (size - known)) if size > known else self.seconds[known]
+            # One point tells no slope. A draft is made step by step; a verification is bound by memory, so that a token
+            # more costs little.
+            slope = 1 / known if self.stepwise else 0.1 if size > known else 0.0
+            return self.seconds[known] * (1 + slope * (size - known))
         low = max((s for s in sizes if s < size), default=sizes[0])
         high = min((s for s in sizes if s > size), default=sizes[-1])
         if low == high or high < size:
@@ -99,7 +102,7 @@ class DraftLength:
 
     n_max: int
     adaptive: bool = True
-    draft: StepCost = field(default_factory=StepCost)
+    draft: StepCost = field(default_factory=lambda: StepCost(stepwise=True))
     verify: StepCost = field(default_factory=StepCost)
     current: int = field(init=False)
     _until_probe: int = field(init=False, default=FIRST_PROBE)

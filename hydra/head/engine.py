@@ -104,7 +104,7 @@ class Engine:
         if total >= self.n_ctx:
             raise RequestError(f"The prompt has {total} tokens; the context holds {self.n_ctx}, the answer included.",
                                "Shorten it, or set a larger ctx_size.")
-        self._waiting.append(Request(id, prompt, params, resume))
+        self._waiting.append(Request(id, prompt, params, resume, self.spec.exact_resume))
 
     def cancel(self, id: str) -> None:
         """End a request at the next step."""
@@ -190,10 +190,12 @@ class Engine:
             if not idle:
                 return
             request = self._waiting[0]
-            if not self._make_room(len(request.prompt) + 1, idle):
-                return  # the cells are in use by running answers: wait for one to end
+            running = [s.request for s in self.slots if s.request is not None]
+            if running and sum(map(self._cells, running)) + self._cells(request) > self.n_ctx:
+                return  # the cells are running answers': wait for one to end
             self._waiting.popleft()
             slot = self._best_slot(request, idle)
+            self._make_room(self._cells(request), slot)
             try:
                 request.sampler = self._make_sampler(request)
             except RequestError as exc:
@@ -225,16 +227,22 @@ class Engine:
         return self.n_ctx if min(params.repeat_last_n, params.dry_penalty_last_n) < 0 else max(
             params.repeat_last_n, params.dry_penalty_last_n, 1)
 
-    def _make_room(self, needed: int, idle: list[Slot]) -> bool:
-        """Forget idle slots' tokens, oldest first, until ``needed`` cells are free beside those of running requests."""
-        running = sum(max(len(s.tokens), len(s.request.prompt) + 1) for s in self.slots if s.request is not None)
-        if running + needed > self.n_ctx:
-            return False
-        keep = sorted(idle, key=lambda slot: slot.used_at)
-        while keep and running + needed + sum(len(slot.tokens) for slot in keep) > self.n_ctx + max(
-                (len(slot.tokens) for slot in keep), default=0):
-            self._forget(keep.pop(0), 0)
-        return True
+    def _cells(self, request: Request) -> int:
+        """Cells to be kept for a request: its prompt, and its answer as far as that is known or likely."""
+        answer = request.params.max_tokens
+        likely = self.n_ctx // (2 * len(self.slots)) if answer is None else answer
+        return len(request.prompt) + max(1, min(likely, self.n_ctx - len(request.prompt)))
+
+    def _make_room(self, needed: int, spared: Slot) -> None:
+        """Forget idle slots' tokens, those unused for longest first, until ``needed`` cells are free; not
+        ``spared``'s.
+        """
+        running = sum(max(len(s.tokens), self._cells(s.request)) for s in self.slots if s.request is not None)
+        idle = sorted((s for s in self.slots if s.request is None and s is not spared), key=lambda s: s.used_at)
+        for slot in idle:
+            if running + needed + sum(len(other.tokens) for other in idle) <= self.n_ctx:
+                return
+            self._forget(slot, 0)
 
     def _best_slot(self, request: Request, idle: list[Slot]) -> Slot:
         """The idle slot with most of the prompt in it, else the one unused for longest."""
@@ -373,14 +381,18 @@ class Engine:
             return
         fed = [slot.next_token, *draft]
         sampled: list[int] = []
+        fresh: list[int] = []  # of these, the ones that the caller does not have yet
         details: list[dict[str, Any]] = []
         text: list[str] = []
         reason: str | None = None
         accepted = 0
         try:
             for k in range(len(fed)):
-                token = request.sampler.sample(self._target, first + k, len(request.generated))
-                reason = self._take(request, token, first + k, sampled, details, text)
+                token, again = self._next_token(request, request.sampler, first + k)
+                reason = self._take(request, token, first + k, again, details, text)
+                sampled.append(token)
+                if not again:
+                    fresh.append(token)
                 if reason is not None or k == len(draft) or token != draft[k]:
                     break
                 accepted += 1
@@ -406,20 +418,30 @@ class Engine:
             self._overall.add(tried, right)
             request.draft.count(tried, right)
             self.stats.count(tried, right)
-        events.append(Chunk(request.id, sampled, "".join(text), details or None))
+        if fresh:
+            events.append(Chunk(request.id, fresh, "".join(text), details or None))
         if reason is not None:
             self._end(slot, reason, events)
 
-    def _take(self, request: Request, token: int, index: int, sampled: list[int], details: list[dict[str, Any]],
+    def _next_token(self, request: Request, sampler: Sampler, index: int) -> tuple[int, bool]:
+        """The token after output ``index``, and whether the caller has it already (a continued request)."""
+        if not request.replay:
+            return sampler.sample(self._target, index, len(request.generated)), False
+        token = request.replay.popleft()
+        sampler.replay([token])
+        return token, True
+
+    def _take(self, request: Request, token: int, index: int, again: bool, details: list[dict[str, Any]],
               text: list[str]) -> str | None:
-        """Book one sampled token; returns why the answer ends with it, or None."""
-        sampled.append(token)
+        """Book one token; returns why the answer ends with it, or None."""
         request.generated.append(token)
-        if request.params.logprobs is not None:
+        if request.params.logprobs is not None and not again:
             details.append(logprobs(self._target.logits(index), token, request.params.logprobs, self.vocab))
         if self.vocab.is_eog(token):
             return "stop"
-        text.append(request.stream.push(self._piece(request, token)))
+        piece = request.stream.push(self._piece(request, token))
+        if not again:
+            text.append(piece)
         if request.stream.stopped is not None:
             return "stop"
         limit = request.params.max_tokens
@@ -467,21 +489,24 @@ class Engine:
         request = slot.request
         if request is None or request.sampler is None:
             return
-        sampled: list[int] = []
         details: list[dict[str, Any]] = []
         text: list[str] = []
         request.first_at = time.perf_counter()
         if request.params.max_tokens is not None and len(request.generated) >= request.params.max_tokens:
             self._end(slot, "length", events)  # max_tokens = 0: the prompt was to be read, nothing more
             return
+        if request.stream.stopped is not None or (request.generated and self.vocab.is_eog(request.generated[-1])):
+            self._end(slot, "stop", events)  # a continued answer that was complete
+            return
         try:
-            token = request.sampler.sample(self._target, index, len(request.generated))
-            reason = self._take(request, token, index, sampled, details, text)
+            token, again = self._next_token(request, request.sampler, index)
+            reason = self._take(request, token, index, again, details, text)
         except RequestError as exc:
             self._fail(slot, exc, events)
             return
         slot.next_token = token
-        events.append(Chunk(request.id, sampled, "".join(text), details or None))
+        if not again:
+            events.append(Chunk(request.id, [token], "".join(text), details or None))
         if reason is not None:
             self._end(slot, reason, events)
 
