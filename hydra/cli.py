@@ -21,7 +21,7 @@ from typer.core import TyperGroup
 from .errors import ConfigError, HydraError
 
 # Processes that hydra starts of itself: `python -m hydra _engine …`. Not for people, so not in the help.
-INTERNAL = ("_engine", "_peer", "_worker")
+INTERNAL = ("_engine", "_peer", "_worker", "_inside")
 # Groups that live beside their subject: module of `app`, and the help line shown without importing it.
 LAZY = {"bench": ("hydra.bench.cli", "Measure side by side: stock peer, our peer, link, MTP.")}
 EXIT_BUG, EXIT_INTERRUPTED = 70, 130
@@ -202,6 +202,39 @@ def chat_command(
     chat.run(prompt, config, url, system, params, think=think, stats=stats, as_json=as_json)
 
 
+@app.command("ps")
+def ps_command(
+    config: ConfigFile = None,
+    url: Annotated[str, typer.Option("--url", metavar="URL", envvar="HYDRA_API", show_default=False,
+                                     help="The head's address; else [head] of hydra.toml.")] = "",
+    watch: Annotated[float, typer.Option("--watch", "-w", metavar="SECONDS", min=0, show_default=False,
+                                         help="Again every so many seconds, until Ctrl-C.")] = 0.0,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Show a running head: its nodes, what is loaded where, and the requests."""
+    from .commands import ps
+
+    ps.run(config, url, watch, as_json=as_json)
+
+
+@app.command("doctor")
+def doctor_command(
+    config: ConfigFile = None,
+    node: NodeName = None,
+    peer: Annotated[list[str] | None, typer.Option(
+        "--peer", metavar="HOST:PORT", help="Examine this peer, hydra's or stock, instead of those of hydra.toml. "
+                                            "Repeatable.")] = None,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Say what is wrong on this box, its peers and the wire between, and how to mend it. Exit code 1 on a failure."""
+    from .commands import doctor
+
+    if doctor.run(config, node, peer or [], as_json=as_json):
+        raise typer.Exit(1)
+
+
 @app.command("demo")
 def demo_command(
     prompt: Annotated[str, typer.Argument(metavar="[PROMPT]", help="What to begin with.", show_default=False)] = "",
@@ -315,6 +348,10 @@ def _internal(name: str, arguments: list[str]) -> int:
 
         worker.main(int(arguments[0]))
         return 0
+    if name == "_inside":
+        from .doctor import inside
+
+        return inside.main(arguments)
     if name == "_peer":
         from .peer import launch
 

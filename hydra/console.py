@@ -30,6 +30,14 @@ def err() -> Console:
     return Console(stderr=True, highlight=False, markup=False, emoji=False)
 
 
+@lru_cache(maxsize=1)
+def out() -> Console:
+    """The console on stdout."""
+    from rich.console import Console
+
+    return Console(highlight=False, markup=False, emoji=False)
+
+
 def result(text: str) -> None:
     """One line of a command's result, on stdout as it is."""
     print(text, flush=True)
@@ -79,11 +87,10 @@ def error(message: str, hint: str = "") -> None:
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[Any]], *, stderr: bool = False) -> None:
     """A left-aligned table without borders; cells fold where the terminal is narrow, and never in a pipe."""
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    console = err() if stderr else Console(highlight=False, markup=False, emoji=False)
+    console = err() if stderr else out()
     if not console.is_terminal:
         cells = [[str(cell) for cell in row] for row in (columns, *rows)]
         widths = [max(len(cell_row[index]) for cell_row in cells) for index in range(len(columns))]
@@ -97,6 +104,54 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[Any]], *, stderr: bool
     for row in rows:
         drawn.add_row(*[Text(str(cell)) for cell in row])
     console.print(drawn)
+
+
+def heading(text: str) -> None:
+    """The title of a group of results, on stdout."""
+    out().print(text, style="bold")
+
+
+def marked(mark: str, style: str, text: str) -> None:
+    """A result behind a short mark, on stdout: wrapped under itself on a terminal, one line in a pipe."""
+    from rich.padding import Padding
+    from rich.table import Table
+    from rich.text import Text
+
+    if not out().is_terminal:
+        print(f"  {mark:<4} {text}", flush=True)
+        return
+    grid = Table.grid(padding=(0, 1))
+    grid.add_column(width=4, no_wrap=True)
+    grid.add_column(overflow="fold")
+    grid.add_row(Text(mark, style=style), Text(text))
+    out().print(Padding(grid, (0, 0, 0, 2)))
+
+
+def clear_screen() -> None:
+    """Start at the top again, where there is a screen."""
+    if out().is_terminal:
+        out().clear()
+
+
+class Status:
+    """One line on stderr that says what is being done just now; nothing where there is no terminal."""
+
+    def __init__(self) -> None:
+        self._status: Any = None
+
+    def update(self, text: str) -> None:
+        if self._status is not None:
+            self._status.update(f"{text} …")
+
+    def __enter__(self) -> Status:
+        if err().is_terminal:
+            self._status = err().status("")
+            self._status.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._status is not None:
+            self._status.stop()
 
 
 # ---- log -----------------------------------------------------------------------------------------------------------

@@ -27,7 +27,8 @@ class Head:
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
                 body = outer.health.pop(0) if len(outer.health) > 1 else outer.health[0]
-                self.reply(200 if body.get("state") == "ready" else 503, json.dumps(body))
+                ready = self.path == "/hydra/status" or body.get("state") == "ready"
+                self.reply(200 if ready else 503, json.dumps(body))
 
             def do_POST(self) -> None:
                 outer.asked.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))

@@ -165,3 +165,27 @@ def test_a_conversation_goes_on_after_an_error_and_a_stop(capsys, head, monkeypa
         chat_terminal.answer(client, talk, think=True, stats=False)
     assert talk.turns[-1] == {"role": "assistant", "content": "ha"}
     assert "[stopped]" in capsys.readouterr().err
+
+
+def test_ps(capsys, head):
+    head.health = [{"state": "waiting", "reason": "waiting for peer mini", "model": {}, "nodes": [
+        {"name": "tower", "role": "head", "state": "waiting", "devices": [{"utilisation": 97, "temperature": 61}],
+         "device": "RTX 5060 Ti", "layers": 40, "memory_used": 2**30, "memory_total": 2**34, "rtt_ms": None,
+         "restarts": 1, "uptime_s": 75},
+        {"name": "mini", "role": "peer", "state": "refused", "devices": [], "layers": None, "rtt_ms": 0.34},
+        {"name": "box", "role": "peer", "state": "up", "devices": [{"memory": [2**30, 2**31]}], "device": "CPU"}],
+        "requests": [{"id": 7, "state": "decode", "prompt_tokens": 12, "generated_tokens": 30, "tokens_per_s": 29.2,
+                      "age_s": 3.1, "resumed": 1, "pause": ""}]}]
+    code = cli.run(["ps", "--url", head.url])
+    lines = capsys.readouterr().out.splitlines()
+    assert code == 0
+    assert lines[0].split() == ["NAME", "ROLE", "STATE", "DEVICE", "LAYERS", "MEMORY", "GPU", "RTT", "RESTARTS", "UP"]
+    assert lines[1].split()[2:] == ["waiting", "RTX", "5060", "Ti", "40", "1.0/16.0", "GiB", "97", "%", "61", "°C", "-",
+                                    "1", "1:15"]
+    assert lines[2].split() == ["mini", "peer", "refused", "-", "-", "-", "-", "0.3", "ms", "-", "-"]
+    assert "1.0/2.0 GiB" in lines[3]
+    assert lines[4] == "waiting: waiting for peer mini"
+    assert lines[5] == "request 7: decode, 12 tokens of prompt, 30 generated, 29.2 tok/s, 3.1 s, continued 1 times"
+    assert cli.run(["ps", "--url", head.url, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["nodes"][1]["name"] == "mini"
+    assert cli.run(["ps", "--url", "http://127.0.0.1:9"]) == 5

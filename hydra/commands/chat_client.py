@@ -41,17 +41,27 @@ class HeadClient:
 
     def health(self) -> dict[str, Any]:
         """The head's /health, ready or not. Raises: PeerUnreachable."""
+        return self._get("/health")[1]
+
+    def status(self) -> dict[str, Any]:
+        """All that the head knows of its nodes and requests. Raises: PeerUnreachable, RequestError."""
+        code, body = self._get("/hydra/status")
+        if code != 200:
+            raise _refused(code, json.dumps(body).encode(), self.url)
+        return body
+
+    def _get(self, path: str) -> tuple[int, dict[str, Any]]:
         try:
-            reply = self._http.get("/health", timeout=CONNECT_S)
+            reply = self._http.get(path, timeout=CONNECT_S)
             body = reply.json()
         except httpx.HTTPError as error:
             raise self._unreachable(error) from error
         except ValueError as error:
             raise PeerUnreachable(f"What answers at {self.url} is not a head.", "Name the head with --url.") from error
-        if not isinstance(body, dict) or "model" not in body:
+        if reply.status_code not in (401, 403) and (not isinstance(body, dict) or "model" not in body):
             what = f"the peer {body['name']}" if isinstance(body, dict) and "devices" in body else "something else"
             raise PeerUnreachable(f"What answers at {self.url} is no head but {what}.", "Name the head with --url.")
-        return body
+        return reply.status_code, body
 
     def chat(self, messages: list[dict[str, str]], params: dict[str, Any]) -> Generator[Piece, None, None]:
         """Stream one answer; closing the iterator cancels it on the head. Raises: HydraError."""
