@@ -1,11 +1,13 @@
 """The corpus: hostile sessions of every kind that has been reported against RPC servers of this family, and some more.
 
-Each case is a name, a kind, and the bytes that a client sends after HELLO and two ALLOC_BUFFERs (or from the first byte on,
-where ``raw``). ``then`` is what hydra's peer must do about it: close the connection, or answer it and go on. The next client
-must be served in every case; that is the runner's to ask (tests/hostile/run.py).
+Each case is a name, a kind, and the bytes that a client sends after HELLO and two ALLOC_BUFFERs (or from the first byte
+on, where ``raw``). ``then`` is what hydra's peer must do about it: close the connection, or answer it and go on. The next
+client must be served in every case; that is the runner's to ask (tests/hostile/run.py).
 
-Kinds: ../shared reports, in this project's own inputs; what each rule says is in hydra/peer/rules.py and op_rules*.py.
+The kinds are those of public reports; the inputs are this project's own. What each rule says is in hydra/peer/rules.py
+and op_rules*.py. The length of this file is its data: a case is a line.
 """
+# ruff: noqa: E501 - a case a line reads better than a case in five
 
 from __future__ import annotations
 
@@ -41,9 +43,9 @@ U32 = 2**32 - 1
 class Case:
     """One hostile session.
 
-    build: the bytes, from what the client knows. raw: they are all that is sent, without HELLO. hold: the connection is kept
-    open while the next client is served. end: how the client leaves when it does: "wait" for the peer to act, "close" at
-    once, or "reset". then: "closed" or "answered" (by hydra's peer).
+    build: the bytes, from what the client knows. raw: they are all that is sent, without HELLO. hold: the connection is
+    kept open while the next client is served. end: how the client leaves when it does: "wait" for the peer to act, "close"
+    at once, or "reset". then: "closed" or "answered" (by hydra's peer).
     """
 
     name: str

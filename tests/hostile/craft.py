@@ -80,8 +80,14 @@ def tensor(
     return row
 
 
-def graph(nodes: list[int], *rows: np.ndarray, device: int = 0, n_nodes: int | None = None, n_tensors: int | None = None,
-          size: int | None = None) -> bytes:  # fmt: skip
+def graph(
+    nodes: list[int],
+    *rows: np.ndarray,
+    device: int = 0,
+    n_nodes: int | None = None,
+    n_tensors: int | None = None,
+    size: int | None = None,
+) -> bytes:
     """A GRAPH_COMPUTE request; the counts may lie."""
     table = np.concatenate(rows) if rows else np.zeros(0, wire.RPC_TENSOR)
     head = struct.pack("<II", device, len(nodes) if n_nodes is None else n_nodes)

@@ -1,9 +1,10 @@
-"""Plays the hostile corpus against hydra's peer and the stock server, one connection for each case, and says who survived.
+"""Plays the hostile corpus against hydra's peer and the stock server, a connection for each case: who survives?
 
     python -m tests.hostile.run [--peer hydra|stock|both] [--only WORDS] [--markdown] [--json]
 
-After each case a new client must get a small sum computed, and get it right. A server that has ended, or that does not serve
-that client within the limit, is started again for the next case. Both run on the CPU device: same library, same kernels.
+After each case a new client must get a small sum computed, and get it right. A server that has ended, or that does not
+serve that client within the limit, is started again for the next case. Both run on the CPU device: same library, same
+kernels.
 """
 
 from __future__ import annotations
@@ -250,7 +251,7 @@ def run(
 
 
 def markdown(results: list[Result]) -> str:
-    """The side-by-side table of docs/security.md: one row for each kind, the cases that a server did not survive named."""
+    """The table of docs/security.md: a row for each kind; the cases that a server did not survive are named."""
     kinds = list(dict.fromkeys(r.kind for r in results))
     peers = list(dict.fromkeys(r.peer for r in results))
     lines = [
