@@ -25,6 +25,7 @@ from ..api.settings import ApiSettings
 from ..config import Config
 from ..errors import HydraError
 from ..head.supervisor import Supervisor
+from ..model_file import read_model_file
 from .head_view import HeadView
 from .ports import ensure_free
 from .translate import engine_spec, peer_targets, supervisor_settings
@@ -43,14 +44,15 @@ class _Head:
     def __init__(self, cfg: Config, read_again: Callable[[], Config]) -> None:
         self.cfg = cfg
         self.read_again = read_again
-        self.view = HeadView(cfg)
         self.stops = 0
         self.stop_asked = asyncio.Event()
         self.tasks: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
         cfg = self.cfg
-        spec = engine_spec(cfg)
+        model = read_model_file(cfg.model.path)
+        spec = engine_spec(cfg, model)
+        self.view = HeadView(cfg, model.size_bytes)
         ensure_free(cfg.head.api_host, cfg.head.api_port, "the API")
         self.supervisor = Supervisor(spec, peer_targets(cfg), supervisor_settings(cfg), on_event=self.view.on_event)
         app = create_app(self.supervisor, api_settings(cfg))

@@ -21,10 +21,14 @@ PROGRESS = ("layers_done", "layers_total", "bytes_done", "bytes_total", "eta_s")
 
 
 class HeadView:
-    """Takes `Event`s in `on_event`; `tick` is to be called about twice a second while something is waited for."""
+    """Takes `Event`s in `on_event`; `tick` is to be called about twice a second while something is waited for.
 
-    def __init__(self, cfg: Config, clock: Callable[[], float] = time.monotonic) -> None:
+    size_bytes: of the model file.
+    """
+
+    def __init__(self, cfg: Config, size_bytes: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._cfg = cfg
+        self._size_bytes = size_bytes
         self._clock = clock
         self._loading = console.Loading(log.info)
         self._begin_s = clock()
@@ -36,7 +40,10 @@ class HeadView:
         """One `hydra.head.supervisor.Event`."""
         if event.kind == "progress":
             self._waiting_for = ""
-            data = event.data
+            data = dict(event.data)
+            # llama.cpp tells its loader's callback one fraction of all bytes.
+            if data.get("fraction") is not None and not data.get("bytes_total"):
+                data |= {"bytes_done": round(data["fraction"] * self._size_bytes), "bytes_total": self._size_bytes}
             self._loading.update(str(data.get("stage") or "loading"), node=str(event.node or ""),
                                  **{key: data[key] for key in PROGRESS if data.get(key) is not None})
             return
