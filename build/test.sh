@@ -8,5 +8,5 @@ cd "$root"
 failed=()
 "$venv/bin/ruff" check . || failed+=(ruff)
 "$venv/bin/mypy" || failed+=(mypy)
-"$python" -m pytest "$@" </dev/null || failed+=(pytest)
+timeout --foreground --kill-after=30 1h "$python" -m pytest "$@" </dev/null || failed+=(pytest)
 ((${#failed[@]} == 0)) || fail "failed: ${failed[*]}"
