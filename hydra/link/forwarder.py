@@ -1,0 +1,549 @@
+"""The head's end of the link: listens on loopback for the stock client, speaks frames to the peer.
+
+    stock client ══ plain ggml-RPC, loopback ══ Forwarder ══ frames (or plain), the network ══ peer
+
+One connection to the peer for each of the client's, two threads each: one up, one down. What the client queues goes up
+in one sendmsg, as soon as there is a graph to compute or a reply to wait for; what comes down goes on at once. A peer
+that is silent too long, gone, or that says why it closes, is reported (``on_event``) before the client's connection
+ends: the stock client then aborts its process, and whoever supervises that knows which peer and why.
+
+Knows the frames and the protocol's headers; not what starts it (process.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable
+from ctypes import addressof, c_char
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from hydra.errors import HydraError, PeerError, ProtocolError
+from hydra.link import frames
+from hydra.link.deltas import Encoder, narrow, widen
+from hydra.link.dial import Upstream, dial
+from hydra.link.frames import Down, Flag, Hello, Up
+from hydra.link.half import is_activation, is_activation_request
+from hydra.link.settings import LinkSettings
+from hydra.rpc import wire
+from hydra.rpc.wire import Command
+
+log = logging.getLogger("hydra.link")
+
+CAPACITY = 2 * frames.MAX_KEPT_BYTES
+DOWN_BYTES = 1 << 20
+PIECE_BYTES = 1 << 20
+FLUSH_BYTES = 64 << 10  # more than this goes out at once: the wire is the slow part then
+LINGER_S = 300e-6  # how long inputs wait for the graph that they are for
+_MAX_PARTS = 500  # of one sendmsg; the kernel takes 1,024
+_HEADER = wire.HEADER.size
+_PLAIN_FOR_S = 10.0  # for so long after its last connection a peer is taken for the stock peer that it was
+_RELAY_BYTES = 1 << 20
+_EXPLAIN_S = 1.0
+# What must not wait for more: requests with a reply, and what the device could be computing meanwhile.
+URGENT = frozenset({*wire.REPLY_SIZES, Command.GRAPH_COMPUTE, Command.GRAPH_RECOMPUTE})
+
+
+@dataclass
+class Counters:
+    """What one or all connections have carried. plain_*: of the stock client's protocol; wire_*: of the network."""
+
+    plain_messages: int = 0
+    plain_bytes_up: int = 0
+    plain_bytes_down: int = 0
+    wire_sends: int = 0
+    wire_bytes_up: int = 0
+    wire_bytes_down: int = 0
+
+    def add(self, other: Counters) -> None:
+        for item in fields(self):
+            setattr(self, item.name, getattr(self, item.name) + getattr(other, item.name))
+
+
+class _EngineLeft(Exception):
+    """The client closed its connection in the middle of a message: its process died."""
+
+
+OnEvent = Callable[[dict[str, Any]], None]
+
+
+class Forwarder:
+    """Accepts the engine's connections until closed. ``endpoint`` is what the engine is given.
+
+    on_event: called from any thread with what happened: {"event": "connected" | "fault", "peer": name, …}.
+    """
+
+    def __init__(self, settings: LinkSettings, on_event: OnEvent) -> None:
+        self.settings = settings
+        self.on_event = on_event
+        self._listening = socket.create_server(("127.0.0.1", settings.port_here), backlog=16)
+        self.port = int(self._listening.getsockname()[1])
+        self._lock = threading.Lock()
+        self._live: set[Carried] = set()
+        self._past = Counters()
+        self._plain_live = 0
+        self._plain_until = 0.0
+        self._closing = False
+
+    @property
+    def endpoint(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    def serve(self) -> None:
+        """Returns after ``close``."""
+        while True:
+            try:
+                client, _ = self._listening.accept()
+            except OSError:
+                if self._closing:
+                    return
+                time.sleep(0.05)  # out of descriptors, or the client left at once
+                continue
+            threading.Thread(target=self._carry, args=(client,), name="link-up", daemon=True).start()
+
+    def close(self) -> None:
+        self._closing = True
+        with contextlib.suppress(OSError):
+            self._listening.shutdown(socket.SHUT_RDWR)
+        self._listening.close()
+        with self._lock:
+            live = list(self._live)
+        for carried in live:
+            carried.end()
+
+    def stats(self) -> dict[str, Any]:
+        """Counters of all connections so far, and how many there are."""
+        with self._lock:
+            total = Counters(**asdict(self._past))
+            for carried in self._live:
+                total.add(carried.counters)
+            return {"connections": len(self._live), **asdict(total)}
+
+    def _carry(self, client: socket.socket) -> None:
+        client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        try:
+            upstream = self._dial()
+        except HydraError as exc:
+            client.close()
+            self._fault("unreachable", exc)
+            return
+        carried: Carried = (Linked if upstream.terms is not None else Plain)(client, upstream, self.settings)
+        with self._lock:
+            self._live.add(carried)
+        self.on_event({"event": "connected", "peer": self.settings.name, **carried.describe()})
+        try:
+            carried.run()
+        except HydraError as exc:
+            if not self._closing:
+                self._fault(carried.fault_kind, exc)
+        finally:
+            carried.end()
+            client.close()
+            upstream.close()
+            with self._lock:
+                self._live.discard(carried)
+                self._past.add(carried.counters)
+                if upstream.terms is None:
+                    self._plain_live -= 1
+                    self._plain_until = time.monotonic() + _PLAIN_FOR_S
+
+    def _dial(self) -> Upstream:
+        # A stock peer serves one connection at a time: while it serves ours, asking what it is would hang.
+        with self._lock:
+            plain = not self.settings.deltas or self._plain_live > 0 or time.monotonic() < self._plain_until
+        upstream = dial(self.settings, plain)
+        if upstream.terms is None:
+            with self._lock:
+                self._plain_live += 1
+        return upstream
+
+    def _fault(self, kind: str, error: HydraError) -> None:
+        log.error("%s", error)
+        self.on_event(
+            {"event": "fault", "peer": self.settings.name, "kind": kind, "message": error.message, "hint": error.hint}
+        )
+
+
+class Carried:
+    """One connection of the client and its own to the peer. ``run`` returns when the client closes it.
+
+    Raises (from run): HydraError with what is wrong with the peer.
+    """
+
+    mode = ""
+
+    def __init__(self, client: socket.socket, upstream: Upstream, settings: LinkSettings) -> None:
+        self.client = client
+        self.upstream = upstream
+        self.settings = settings
+        self.counters = Counters()
+        self.fault_kind = "gone"
+        self.closing = False
+        self._failure: HydraError | None = None
+
+    def describe(self) -> dict[str, Any]:
+        return {"mode": self.mode}
+
+    def run(self) -> None:
+        down = threading.Thread(target=self._guarded, args=(self._down,), name="link-down", daemon=True)
+        down.start()
+        try:
+            self._guarded(self._up, down)
+        finally:
+            down.join()
+        if self._failure is not None:
+            raise self._failure
+
+    def end(self) -> None:
+        """Ends both directions; safe from any thread, more than once."""
+        self.closing = True
+        with contextlib.suppress(OSError):
+            self.client.shutdown(socket.SHUT_RDWR)
+        self.upstream.shutdown()
+
+    def _up(self) -> None:
+        raise NotImplementedError
+
+    def _down(self) -> None:
+        raise NotImplementedError
+
+    def _guarded(self, direction: Callable[[], None], other: threading.Thread | None = None) -> None:
+        """The first failure is the reason; what follows it is only how the rest ended.
+
+        other: the direction that may know better why: what cannot be sent any more was perhaps explained from there.
+        """
+        try:
+            direction()
+        except _EngineLeft:
+            self.closing = True
+        except HydraError as exc:
+            if not self.closing and self._failure is None:
+                self._failure = exc
+        except OSError as exc:
+            if other is not None:
+                other.join(_EXPLAIN_S)
+            if not self.closing and self._failure is None:
+                self._failure = self._broken(exc)
+        finally:
+            self.end()
+
+    def _broken(self, exc: OSError) -> PeerError:
+        return PeerError(
+            f"The connection to peer {self.settings.name} ({self.settings.address}) broke: {exc.strerror or exc}.",
+            "Its log, if it is up, says why; else the network does.",
+        )
+
+    def _gone(self, said: str = "") -> PeerError:
+        where = f"Peer {self.settings.name} ({self.settings.address})"
+        if said:
+            return PeerError(f"{where} closed the connection: {said.rstrip('.')}.", "The peer's log has more.")
+        return PeerError(f"{where} closed the connection.", "Its log says why, or its process died.")
+
+    def _from_client(self, room: memoryview, count: int = 0, flags: int = 0) -> int:
+        """Bytes received, 0 at the end: a client that dies with bytes on the way resets the connection."""
+        try:
+            return self.client.recv_into(room, count, flags)
+        except ConnectionError:
+            return 0
+
+
+class Plain(Carried):
+    """Plain ggml-RPC, byte for byte: the peer is a stock one."""
+
+    mode = "plain"
+
+    def _up(self) -> None:
+        buffer = memoryview(bytearray(_RELAY_BYTES))
+        while count := self._from_client(buffer):
+            self.upstream.sock.sendall(buffer[:count])
+            self.counters.wire_sends += 1
+            self.counters.plain_bytes_up += count
+            self.counters.wire_bytes_up += count
+        self.closing = True
+
+    def _down(self) -> None:
+        buffer = memoryview(bytearray(_RELAY_BYTES))
+        while True:
+            try:
+                count = self.upstream.sock.recv_into(buffer)
+            except BlockingIOError:
+                continue  # a tick
+            if not count:
+                raise self._gone()
+            self.client.sendall(buffer[:count])
+            self.counters.plain_bytes_down += count
+            self.counters.wire_bytes_down += count
+
+
+class Linked(Carried):
+    """Frames to a hydra peer."""
+
+    mode = "link"
+
+    def __init__(self, client: socket.socket, upstream: Upstream, settings: LinkSettings) -> None:
+        super().__init__(client, upstream, settings)
+        assert upstream.terms is not None  # Forwarder chose this class by it
+        self.terms: Hello = upstream.terms
+        self.encoder = Encoder(self.terms)
+        self.half = bool(self.terms.flags & Flag.HALF)
+        self._replies = 0  # requests with a reply so far
+        self._rx = bytearray(CAPACITY)
+        self._view = memoryview(self._rx)
+        self._address = addressof(c_char.from_buffer(self._rx))
+        self._pos = self._end = 0
+        # The client sends a message in three pieces (1, 8 and the rest): no need to wake up for the first.
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, _HEADER)
+
+    def describe(self) -> dict[str, Any]:
+        return {
+            "mode": self.mode,
+            "version": self.terms.version,
+            "activations": "f16" if self.half else "f32",
+            "tls": self.upstream.tunnel is not None,
+        }
+
+    # -- up ------------------------------------------------------------------------------------------------------------
+
+    def _up(self) -> None:
+        encoder, view, counters = self.encoder, self._view, self.counters
+        unpack = wire.HEADER.unpack_from
+        while True:
+            urgent = False
+            missing = 0
+            while self._end - self._pos >= _HEADER:
+                pos = self._pos
+                cmd, size = unpack(view, pos)
+                total = _HEADER + size
+                if total > frames.MAX_KEPT_BYTES or (self.half and self._halved(cmd, total)):
+                    self._stream(cmd, total)
+                    continue
+                if self._end - pos < total:
+                    missing = total - (self._end - pos)
+                    break
+                if cmd in wire.REPLY_SIZES:
+                    self._replies += 1
+                encoder.encode(view[pos : pos + total], self._address + pos)
+                self._pos = pos + total
+                counters.plain_messages += 1
+                counters.plain_bytes_up += total
+                urgent = urgent or cmd in URGENT
+            if encoder.out and (urgent or encoder.out_bytes >= FLUSH_BYTES or len(encoder.out) >= _MAX_PARTS):
+                self._flush()
+            self._make_room(missing)
+            if encoder.out and not missing and not select.select([self.client], [], [], LINGER_S)[0]:
+                self._flush()
+            end = self._end
+            if missing:
+                got = self._from_client(view[end : end + missing], missing, socket.MSG_WAITALL)
+            else:
+                # A header begun and less than the low-water mark to come: ask for no more than that.
+                begun = end - self._pos
+                got = self._from_client(view[end : end + _HEADER - begun] if begun else view[end:])
+            if not got:
+                self.closing = True
+                return
+            self._end = end + got
+
+    def _make_room(self, missing: int) -> None:
+        """Space for the rest of a message, or for a good many new ones; what was read may be overwritten once sent."""
+        if self._pos == self._end and not self.encoder.out:
+            self._pos = self._end = 0
+        elif CAPACITY - self._end < max(missing, FLUSH_BYTES):
+            self._flush()
+            rest = self._end - self._pos
+            self._view[:rest] = bytes(self._view[self._pos : self._end])
+            self._pos, self._end = 0, rest
+
+    def _flush(self) -> None:
+        parts = self.encoder.out
+        if not parts:
+            return
+        total = self.encoder.out_bytes
+        counters = self.counters
+        counters.wire_sends += 1
+        counters.wire_bytes_up += total
+        self.encoder.clear()
+        for first in range(0, len(parts), _MAX_PARTS):
+            some = parts[first : first + _MAX_PARTS]
+            try:
+                sent = self.upstream.sock.sendmsg(some)
+                whole = sum(map(len, some))
+                if sent < whole:
+                    self.upstream.sock.sendall(b"".join(some)[sent:])
+            except BlockingIOError as exc:
+                raise self._silent("takes no bytes") from exc
+
+    def _send(self, *parts: bytes | memoryview) -> None:
+        for part in parts:
+            self.encoder.out.append(part)
+            self.encoder.out_bytes += len(part)
+        self._flush()
+
+    def _stream(self, cmd: int, total: int) -> None:
+        """A long message (weights, a prefill's activations): on in pieces as it comes, whole in no buffer."""
+        self._flush()
+        self.counters.plain_messages += 1
+        self.counters.plain_bytes_up += total
+        if cmd in wire.REPLY_SIZES:
+            raise ProtocolError(f"{wire.command_name(cmd)} of {total} bytes from the engine.")
+        half = cmd == Command.SET_TENSOR and self.half and self._halved(cmd, total)
+        left = total
+        if half:
+            self._read_up_to(_HEADER + wire.SET_TENSOR_HEAD_SIZE)
+            head = self._view[self._pos : self._pos + _HEADER + wire.SET_TENSOR_HEAD_SIZE]
+            self._send(frames.LENGTH.pack(Up.PLAIN, len(head)), head)
+            self._pos += len(head)
+            left -= len(head)
+        announced = 0  # bytes of the current PLAIN frame still to send
+        while left:
+            if self._pos == self._end:
+                self._pos = self._end = 0
+                got = self._from_client(self._view[: min(left, PIECE_BYTES)])
+                if not got:
+                    raise _EngineLeft
+                self._end = got
+            count = min(left, self._end - self._pos, PIECE_BYTES)
+            if half:
+                if count < 4 and left >= 4:
+                    self._read_up_to(4)
+                    count = min(left, self._end - self._pos, PIECE_BYTES)
+                count &= ~3
+                data = narrow(self._view[self._pos : self._pos + count])
+                self._send(frames.LENGTH.pack(Up.HALF, len(data)), data)
+            else:
+                piece = self._view[self._pos : self._pos + count]
+                if not announced:
+                    announced = min(left, 1 << 31)
+                    self._send(frames.LENGTH.pack(Up.PLAIN, announced), piece)
+                else:
+                    self._send(piece)
+                announced -= count
+            self._pos += count
+            left -= count
+
+    def _read_up_to(self, count: int) -> None:
+        """Until count bytes lie contiguous from pos; only with nothing waiting to be sent."""
+        if CAPACITY - self._pos < count:
+            rest = bytes(self._view[self._pos : self._end])
+            self._view[: len(rest)] = rest
+            self._pos, self._end = 0, len(rest)
+        missing = count - (self._end - self._pos)
+        if missing > 0:
+            if self._from_client(self._view[self._end : self._end + missing], missing, socket.MSG_WAITALL) < missing:
+                raise _EngineLeft
+            self._end += missing
+
+    def _halved(self, cmd: int, total: int) -> bool:
+        """Whether a message is to be carried in half precision; a GET_TENSOR's reply is asked for so here."""
+        if cmd == Command.SET_TENSOR and total > _HEADER + wire.SET_TENSOR_HEAD_SIZE:
+            if self._end - self._pos < _HEADER + wire.SET_TENSOR_HEAD_SIZE:
+                self._flush()
+                self._read_up_to(_HEADER + wire.SET_TENSOR_HEAD_SIZE)
+            return is_activation(self._view[self._pos :], total)
+        whole = cmd == Command.GET_TENSOR and self._end - self._pos >= total
+        if whole and is_activation_request(self._view[self._pos : self._pos + total]):
+            head = frames.LENGTH.pack(Up.HALVE, self._replies)
+            self.encoder.out.append(head)
+            self.encoder.out_bytes += len(head)
+        return False
+
+    # -- down ----------------------------------------------------------------------------------------------------------
+
+    def _down(self) -> None:
+        raw = memoryview(bytearray(DOWN_BYTES))
+        head = frames.LENGTH.size
+        pos = end = 0
+        counters = self.counters
+        receive = self.upstream.sock.recv_into
+        heard = time.monotonic()
+        while True:
+            if pos == end:
+                pos = end = 0
+            elif DOWN_BYTES - pos < DOWN_BYTES // 2:
+                raw[: end - pos] = bytes(raw[pos:end])
+                pos, end = 0, end - pos
+            try:
+                got = receive(raw[end:])
+            except BlockingIOError:
+                silence = time.monotonic() - heard
+                if silence > self.settings.silence_s:
+                    raise self._silent(f"has said nothing for {silence:.1f} s") from None
+                continue
+            if not got:
+                raise self._gone()
+            heard = time.monotonic()
+            end += got
+            counters.wire_bytes_down += got
+            while end - pos >= head:
+                kind, number = frames.LENGTH.unpack_from(raw, pos)
+                if kind == Down.ALIVE:
+                    pos += head
+                    self._check_busy(number)
+                    continue
+                if kind == Down.FAULT and number <= frames.MAX_FAULT_BYTES:
+                    if end - pos < head + number:
+                        break
+                    self.fault_kind = "fault"
+                    raise self._gone(str(raw[pos + head : pos + head + number], "utf-8", "replace"))
+                if kind not in (Down.PLAIN, Down.HALF) or (kind == Down.HALF and number % 2):
+                    raise ProtocolError(f"Peer {self.settings.name} sent a frame of kind {kind:#04x} ({number}).")
+                pos += head
+                here = min(number, end - pos)
+                if kind == Down.HALF:
+                    here &= ~1
+                self._to_client(kind, raw[pos : pos + here])
+                pos += here
+                left = number - here
+                while left:
+                    # A long reply: straight on, in pieces. What lies in raw has been used but for half a float16.
+                    rest = end - pos
+                    raw[:rest] = bytes(raw[pos:end])
+                    pos, end = 0, rest
+                    try:
+                        got = receive(raw[rest : min(DOWN_BYTES, left)])
+                    except BlockingIOError:
+                        if time.monotonic() - heard > self.settings.silence_s:
+                            raise self._silent("stopped in the middle of a reply") from None
+                        continue
+                    if not got:
+                        raise self._gone()
+                    heard = time.monotonic()
+                    counters.wire_bytes_down += got
+                    end = rest + got
+                    here = end & ~1 if kind == Down.HALF else end
+                    self._to_client(kind, raw[:here])
+                    pos = here
+                    left -= here
+
+    def _to_client(self, kind: int, data: memoryview) -> None:
+        if kind == Down.HALF:
+            data = widen(data)
+        self.counters.plain_bytes_down += len(data)
+        try:
+            self.client.sendall(data)
+        except ConnectionError:
+            self.closing = True  # the engine has gone; that is no fault of the peer
+            raise
+
+    def _check_busy(self, busy_ms: int) -> None:
+        limit = self.settings.deadline_s
+        if limit and busy_ms > limit * 1000:
+            self.fault_kind = "frozen"
+            raise PeerError(
+                f"Peer {self.settings.name} ({self.settings.address}) has worked on one message for "
+                f"{busy_ms / 1000:.1f} s; {limit:g} s are allowed.",
+                "Its device hangs, or the step is larger than head.step_deadline_s allows for.",
+            )
+
+    def _silent(self, what: str) -> PeerError:
+        self.fault_kind = "silent"
+        limit = f"link.silence_s = {self.settings.silence_s:g}"
+        return PeerError(
+            f"Peer {self.settings.name} ({self.settings.address}) {what} ({limit}).",
+            "The box is off, its process is stopped, or the network between is broken.",
+        )
