@@ -4,6 +4,7 @@
     main loop    one thread, one selector, never blocks:
                    accept ─► make_ready (hydra.peer.sockets) ─► allow-list ─► wait for ONE byte, with a deadline
                      0x0E (HELLO)          the descriptor goes to the worker (SCM_RIGHTS) and is forgotten here
+                     0x68 (hydra's link)   the same, and the worker is told
                      an HTTP verb          to the control pool (hydra.peer.control)
                      anything else         closed, with a line in the log
                    the worker's events: ready, a connection closed, its own death (restart after 1 s, doubling to 30 s)
@@ -31,6 +32,7 @@ from typing import Any
 
 import hydra
 from hydra.errors import HydraError, PeerError
+from hydra.link import frames
 from hydra.peer import sockets
 from hydra.peer.control import VERBS, ControlPool
 from hydra.peer.ratelog import RateLimitedLog
@@ -55,6 +57,7 @@ class Waiting:
     sock: socket.socket
     address: tuple[str, int]
     deadline: float
+    link: bool = False  # speaks hydra's link (hydra.link.frames), not plain ggml-RPC
 
 
 def worker_command(fd: int) -> list[str]:
@@ -231,7 +234,8 @@ class Listener:
             byte = b""
         if not byte:
             waiting.sock.close()  # connected and left: a port check
-        elif byte[0] == wire.HELLO_BYTE:
+        elif byte[0] in (wire.HELLO_BYTE, frames.FIRST_BYTE):
+            waiting.link = byte[0] == frames.FIRST_BYTE
             self._hello(waiting)
         elif byte[0] in VERBS:
             self.pool.submit(waiting.sock, waiting.address)
@@ -251,7 +255,7 @@ class Listener:
     def _serve(self, waiting: Waiting) -> None:
         number = next(self._ids)
         peer = f"{waiting.address[0]}:{waiting.address[1]}"
-        packet = json.dumps({"op": "serve", "id": number, "peer": peer}).encode()
+        packet = json.dumps({"op": "serve", "id": number, "peer": peer, "link": waiting.link}).encode()
         control = self._control
         try:
             if control is None:
@@ -403,6 +407,8 @@ class Listener:
             "uptime_s": round(time.time() - self.started, 1),
             "worker_pid": worker.pid if worker is not None else None,
             "config_digest": self.settings.config_digest,
+            "time": time.time(),
+            "allow": sorted(str(address) for address in self._allowed),
         }
 
     def stats(self) -> dict[str, Any]:

@@ -6,8 +6,9 @@ connections and nothing else: the listener sees it, says so, and starts another;
 Knows nothing of listening. Descriptors of connections, already made ready and known to begin with HELLO, come over a
 SEQPACKET socket, one JSON object a packet:
 
-    listener → worker   {"op": "serve", "id": n, "peer": "address:port"} + descriptor · {"op": "stats", "id": n} ·
-    {"op": "stop"} worker → listener   {"ev": "ready", "devices": […]} · {"ev": "closed", "id": n, "reason": …,
+    listener → worker   {"op": "serve", "id": n, "peer": "address:port", "link": bool} + descriptor ·
+                        {"op": "stats", "id": n} · {"op": "stop"}
+    worker → listener   {"ev": "ready", "devices": […]} · {"ev": "closed", "id": n, "reason": …,
     "clean": bool} · {"ev": "stats", …}
                         · {"ev": "failed", "message": …, "hint": …}
 """
@@ -30,6 +31,7 @@ from typing import Any
 from hydra.errors import HydraError
 from hydra.ggml import abi, library
 from hydra.ggml.backend import memory, pick_device
+from hydra.peer.linked import LinkedSession
 from hydra.peer.session import Session, SharedState
 from hydra.peer.settings import PeerSettings
 from hydra.peer.sockets import read_options
@@ -108,7 +110,7 @@ class Worker:
         session: Session | None = None
         try:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(SEND_TIMEOUT_S))
-            session = Session(sock, self.shared)
+            session = (LinkedSession if message["link"] else Session)(sock, self.shared)
             with self.lock:
                 self.sessions[number] = (session, peer, time.monotonic())
             session.run()
