@@ -17,7 +17,7 @@ FRAMES_MAX = 3000
 @pytest.fixture
 def engine() -> Iterator[launch.EngineProcess]:
     process = launch.start()
-    process.channel._sock.settimeout(60)
+    process.channel.settimeout(60)
     yield process
     process.close()
 

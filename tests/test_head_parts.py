@@ -20,7 +20,7 @@ from hydra.head.spec import DraftSpec, Endpoint, EngineSpec
 
 def test_frames_in_any_pieces() -> None:
     frames = [{"type": "a", "text": "ü€\U0001F680", "n": [1, 2]}, {"type": "b"}, {"type": "c", "x": "y" * 70000}]
-    data = b"".join(map(encode, frames))
+    data = b"".join(encode(frame) for frame in frames)
     rng = random.Random(3)
     for _ in range(20):
         reader, got, at = FrameReader(), [], 0

@@ -89,6 +89,10 @@ class Channel:
             self._ready = self._reader.feed(data)
         return self._ready.pop(0)
 
+    def settimeout(self, seconds: float | None) -> None:
+        """Bound each wait of ``receive``; it then raises TimeoutError."""
+        self._sock.settimeout(seconds)
+
     def fileno(self) -> int:
         return self._sock.fileno()
 

@@ -136,9 +136,10 @@ class MtpDrafter:
         for slot, _tokens, token in jobs:
             seat = self._seats[slot]
             context.remove(slot, seat.fed)  # the last draft's guesses
-            at = batch.add(seat.tokens[:seat.n], seat.fed, slot, output="none")
-            batch.embd[at:at + seat.n] = seat.rows[:seat.n]
-            last = batch.add((token,), seat.fed + seat.n, slot, output="all")
+            if seat.n:
+                at = batch.add(seat.tokens[:seat.n], seat.fed, slot, output="none")
+                batch.embd[at:at + seat.n] = seat.rows[:seat.n]
+            last = batch.add_one(token, seat.fed + seat.n, slot)
             batch.embd[last] = seat.pending
             seat.fed += seat.n + 1
             seat.n = 0
@@ -160,7 +161,7 @@ class MtpDrafter:
             batch.clear()
             active = []
             for slot, guess, row in found:
-                at = batch.add((guess,), self._seats[slot].fed + step, slot, output="all")
+                at = batch.add_one(guess, self._seats[slot].fed + step, slot)
                 batch.embd[at] = row
                 active.append((slot, at))
         batch.clear()

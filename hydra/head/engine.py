@@ -354,7 +354,12 @@ class Engine:
         none: dict[int, list[int]] = {slot.id: [] for slot in slots}
         if self._drafter is None:
             return 0, none, 0.0
-        n = length.choose([self._acceptance[slot.request.id] for slot in slots if slot.request is not None])
+        requests = [slot.request for slot in slots if slot.request is not None]
+        fixed = [request.params.draft_n for request in requests if request.params.draft_n is not None]
+        if fixed:
+            n = min(*fixed, self.spec.draft.n_max)
+        else:
+            n = length.choose([self._acceptance[request.id] for request in requests])
         room = self.n_ctx - self._used() - len(slots)
         n = min(n, room // len(slots), max(self._wanted(slot) - 1 for slot in slots))
         if n <= 0:

@@ -37,6 +37,7 @@ FLASH_ATTN = {"auto": -1, "off": 0, "on": 1}
 CACHE_TYPES = {"f32": 0, "f16": 1, "q4_0": 2, "q4_1": 3, "q5_0": 6, "q5_1": 7, "q8_0": 8, "iq4_nl": 20, "bf16": 30}
 DEVICE_CPU, DEVICE_GPU, DEVICE_IGPU = 0, 1, 2
 _NEXTN_ITH = "_Z30llama_get_embeddings_nextn_ithP13llama_contexti"  # a C++ function: llama_cpp_ext has the same name
+_VIEWS_MAX = 512
 Progress = Callable[[float], bool]
 
 
@@ -345,6 +346,7 @@ class Batch:
         self.output = np.zeros(capacity, np.int8)
         self.embd: npt.NDArray[np.float32] = np.zeros((capacity if n_embd else 0, n_embd or 1), np.float32)
         self._n_seq = np.ones(capacity, np.int32)
+        self._steps = np.arange(capacity, dtype=np.int32)
         self._seq_ptr = (self.seq.ctypes.data + 4 * np.arange(capacity)).astype(np.uint64)
         self._struct = c.llama_batch()
         fields: dict[str, npt.NDArray[Any]] = {
@@ -368,13 +370,26 @@ class Batch:
         if end > self.capacity:
             raise EngineError(f"A batch of {self.capacity} tokens was asked to hold {end}.")
         self.token[first:end] = tokens
-        self.pos[first:end] = np.arange(pos0, pos0 + count)
+        self.pos[first:end] = self._steps[:count]
+        self.pos[first:end] += pos0
         self.seq[first:end] = seq
         self.output[first:end] = output == "all"
         if output == "last":
             self.output[end - 1] = 1
         self.n = end
         return first
+
+    def add_one(self, token: int, pos: int, seq: int) -> int:
+        """One token with logits: what ``add`` does, without its slices. Returns its index."""
+        at = self.n
+        if at >= self.capacity:
+            raise EngineError(f"A batch of {self.capacity} tokens was asked to hold {at + 1}.")
+        self.token[at] = token
+        self.pos[at] = pos
+        self.seq[at] = seq
+        self.output[at] = 1
+        self.n = at + 1
+        return at
 
     @property
     def struct(self) -> Any:
@@ -429,6 +444,9 @@ class Context:
         self._row = ctypes.c_float * model.vocab.n_tokens
         self._hidden = ctypes.c_float * model.n_embd
         self._hidden_bytes = 4 * model.n_embd
+        # Views of llama.cpp's output buffer by address: it stays where it is until it must grow.
+        self._logits_at: dict[int, npt.NDArray[np.float32]] = {}
+        self._hidden_at: dict[int, npt.NDArray[np.float32]] = {}
 
     def use_nextn(self, *, masked: bool) -> None:
         """Keep hidden rows of each decode: of every token, or only (masked) of those with output."""
@@ -450,11 +468,14 @@ class Context:
         address = self._a.logits_ith(self.handle, index)
         if not address:
             raise EngineError(f"There are no logits for token {index} of the batch.")
-        return np.frombuffer(memoryview(self._row.from_address(address)), np.float32)
+        view = self._logits_at.get(address)
+        return view if view is not None else _view(self._logits_at, address, self._row)
 
     def hidden(self, index: int) -> npt.NDArray[np.float32]:
         """Hidden row of the batch's token ``index``: [n_embd], a view that the next decode overwrites."""
-        return np.frombuffer(memoryview(self._hidden.from_address(self._hidden_address(index))), np.float32)
+        address = self._hidden_address(index)
+        view = self._hidden_at.get(address)
+        return view if view is not None else _view(self._hidden_at, address, self._hidden)
 
     def copy_hidden(self, first: int, count: int, out: npt.NDArray[np.float32]) -> None:
         """Hidden rows of ``count`` consecutive tokens of one sequence into ``out`` [count, n_embd]."""
@@ -516,6 +537,13 @@ class Context:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _view(views: dict[int, npt.NDArray[np.float32]], address: int, kind: Any) -> npt.NDArray[np.float32]:
+    if len(views) > _VIEWS_MAX:
+        views.clear()
+    view = views[address] = np.frombuffer(memoryview(kind.from_address(address)), np.float32)
+    return view
 
 
 def json_schema_to_gbnf(schema: str) -> str:

@@ -63,6 +63,8 @@ class SamplingParams:
     json_schema: Mapping[str, Any] | None = None
     preserved_tokens: tuple[str, ...] = ()
     """Control tokens whose text is part of the answer (marks of reasoning and tool calls); llama-server's name."""
+    draft_n: int | None = None
+    """Draft exactly so many tokens each round (0 = none) instead of as many as pay; at most what was loaded for."""
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> SamplingParams:
@@ -108,6 +110,8 @@ class SamplingParams:
             raise RequestError(f"max_tokens is {self.max_tokens}.", "It must be 0 or more.")
         if self.logprobs is not None and not 0 <= self.logprobs <= MAX_LOGPROBS:
             raise RequestError(f"logprobs is {self.logprobs}.", f"It must lie between 0 and {MAX_LOGPROBS}.")
+        if self.draft_n is not None and self.draft_n < 0:
+            raise RequestError(f"draft_n is {self.draft_n}.", "It must be 0 or more.")
         if any(not text for text in self.stop):
             raise RequestError("A stop string is empty.", "Leave it out.")
         if self.grammar and self.json_schema is not None:
