@@ -28,6 +28,12 @@ fail() { printf '%s\n' "hydra: $*" >&2; exit 1; }
 have() { command -v "$1" >/dev/null 2>&1; }
 fail_with_log() { tail -n 20 "$2" >&2; fail "$1; the whole log is $2"; }
 
+fail_build() {
+    local cuda_hint=""
+    [[ $backend == cuda ]] && cuda_hint=" (HYDRA_CUDA=0 builds for the CPU only)"
+    fail "$1 could not be built; see above$cuda_hint"
+}
+
 # --- 1. what the operating system must have ---------------------------------------------------------------------------
 
 on_debian() { have apt-get && grep -qsE '^(ID|ID_LIKE)=.*(debian|ubuntu)' /etc/os-release; }
@@ -172,7 +178,7 @@ ensure_wheel() {
             CMAKE_ARGS="${cmake_args[*]} '-DCMAKE_PROJECT_llama_cpp_INCLUDE=$root/build/no-common.cmake'" \
                 "$python" "$root/build/progress.py" --what "llama.cpp" --log "$cache/logs/llama-cpp-python.log" -- \
                 "$python" -m pip wheel -v --disable-pip-version-check --no-cache-dir --no-deps --no-build-isolation \
-                --wheel-dir "$folder/new" "$sdist" || fail "llama.cpp could not be built; see above."
+                --wheel-dir "$folder/new" "$sdist" || fail_build "llama.cpp"
             mv "$folder"/new/*.whl "$folder/"
             rm -rf "$folder/new"
         fi

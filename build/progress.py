@@ -4,8 +4,8 @@
 
 Progress comes from ninja's ``[n/m]`` line starts. On a terminal the line redraws itself every second; elsewhere a new
 line appears every 15 s, also while nothing is printed (a CUDA file can compile for minutes). The exit status is the
-command's; on failure the last lines of the log are shown with the log's name. Knows nothing of what is built. Standard
-library only: it runs before anything is installed.
+command's; on failure the first error and the last lines of the log are shown with the log's name. Knows nothing of what
+is built. Standard library only: it runs before anything is installed.
 """
 
 from __future__ import annotations
@@ -22,8 +22,11 @@ import time
 from pathlib import Path
 
 NINJA = re.compile(rb"^\s*\[(\d+)/(\d+)\]")
+# What compilers, linker and CMake say first when they fail; with parallel jobs and pip around, rarely at the end.
+FIRST_ERROR = re.compile(rb"CMake Error|\b(fatal )?error: |undefined reference|Killed signal")
 LINE_EVERY_S = 15.0
-TAIL_LINES = 25
+TAIL_LINES = 12
+ERROR_LINES = 12
 
 
 def clock(seconds: float) -> str:
@@ -43,9 +46,12 @@ class Progress:
         self.done = 0
         self.total = 0
         self.tail: collections.deque[bytes] = collections.deque(maxlen=TAIL_LINES)
+        self.first_error: list[bytes] = []
 
     def feed(self, line: bytes, now: float) -> None:
         self.tail.append(line)
+        if self.first_error or FIRST_ERROR.search(line):
+            self.first_error = [*self.first_error, line][:ERROR_LINES]
         match = NINJA.match(line)
         if match is None:
             return
@@ -123,9 +129,12 @@ def run(what: str, log_path: Path, command: list[str]) -> int:
     if status == 0:
         display.finish(f"{what}: done in {took}")
         return 0
-    display.finish(f"{what}: failed after {took} (status {status}). The last lines of {log_path}:")
-    for raw in progress.tail:
-        sys.stderr.write(f"    {raw.decode(errors='replace')[:400]}\n")
+    display.finish(f"{what}: failed after {took} (status {status}). The whole log is {log_path}")
+    for title, lines in (("the first error", progress.first_error), ("the last lines", list(progress.tail))):
+        if lines:
+            sys.stderr.write(f"  {title}:\n")
+        for raw in lines:
+            sys.stderr.write(f"    {raw.decode(errors='replace')[:400]}\n")
     return status if status > 0 else 128 - status
 
 

@@ -24,7 +24,7 @@ if [[ ! -f $folder/complete ]]; then
         fail_with_log "cmake failed" "$cache/logs/stock-server-configure.log"
     "$python" "$root/build/progress.py" --what "llama-server" --log "$cache/logs/stock-server.log" -- \
         cmake --build "$folder/work" --target llama-server ggml-rpc-server llama-bench ||
-        fail "llama.cpp's programs could not be built; see above."
+        fail_build "llama.cpp's programs"
     rm -rf "$folder/source"
     touch "$folder/complete"
 fi

@@ -64,6 +64,16 @@ def test_failure_shows_the_end_of_the_log_and_its_name(tmp_path):
     assert "    boom\n" in failed.stderr
     assert "    line 99\n" in failed.stderr
     assert "    line 10\n" not in failed.stderr, "only the last lines"
+    assert "first error" not in failed.stderr
+
+
+def test_failure_shows_the_first_error_though_much_follows(tmp_path):
+    code = "print('a.cpp:3: error: no such thing'); print('  in this line'); [print('noise', n) for n in range(99)]; 1/0"
+    failed = run(tmp_path / "log", sys.executable, "-c", code)
+    assert failed.returncode == 1
+    assert "  the first error:\n    a.cpp:3: error: no such thing\n      in this line\n" in failed.stderr
+    assert "    noise 98\n" in failed.stderr
+    assert "    noise 50\n" not in failed.stderr
 
 
 def test_a_stop_reaches_the_command_below(tmp_path):
