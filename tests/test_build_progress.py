@@ -68,7 +68,8 @@ def test_failure_shows_the_end_of_the_log_and_its_name(tmp_path):
 
 
 def test_failure_shows_the_first_error_though_much_follows(tmp_path):
-    code = "print('a.cpp:3: error: no such thing'); print('  in this line'); [print('noise', n) for n in range(99)]; 1/0"
+    code = "print('a.cpp:3: error: no such thing'); print('  in this line')\n"
+    code += "[print('noise', n) for n in range(99)]; 1/0"
     failed = run(tmp_path / "log", sys.executable, "-c", code)
     assert failed.returncode == 1
     assert "  the first error:\n    a.cpp:3: error: no such thing\n      in this line\n" in failed.stderr
