@@ -22,7 +22,7 @@ app = typer.Typer(
 _NAGLE_SHAPE = "toy-llama"  # small, so that a step is all network
 
 # Processes that a benchmark starts of itself from the single file; from a checkout they are run as modules.
-_WORKERS = ("stock", "sink", "relay", "run_head")
+_WORKERS = ("stock", "sink", "relay", "run_head", "engine_head")
 
 ModelFile = Annotated[
     Path | None, typer.Option("--model", "-m", metavar="FILE", help="GGUF to measure with (else one that is at hand).")

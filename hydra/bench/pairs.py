@@ -106,7 +106,7 @@ def run_head(
     if peer is not None:
         spec = HeadSpec(**{**spec.__dict__, "peer": peer.endpoint})
     weighed = Weighed()
-    scale = _Scale(peer.pid, weighed) if peer is not None else None
+    scale = PeerScale(peer.pid, weighed) if peer is not None else None
     with Child(worker_command("run_head", [spec.to_json()]), netns=netns, pipe=True) as child:
         deadline = threading.Timer(timeout_s, child.process.kill)
         deadline.daemon = True
@@ -130,7 +130,7 @@ def run_head(
         raise HydraError(f"The head ended with status {child.process.returncode}:\n{child.log_tail()}")
 
 
-class _Scale:
+class PeerScale:
     """Weighs the peer at the edges of the head's phases."""
 
     def __init__(self, pid: int, into: Weighed) -> None:

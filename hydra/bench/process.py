@@ -147,7 +147,7 @@ class Child:
     """One child process with its output in a temporary file, ended at the latest by ``close``.
 
     ``pipe``: standard output is a pipe for the caller to read (``process.stdout``), and only standard error goes to
-    the file.
+    the file. ``take_input``: standard input is a pipe too.
     """
 
     def __init__(
@@ -157,6 +157,7 @@ class Child:
         netns: str | None = None,
         env: dict[str, str] | None = None,
         pipe: bool = False,
+        take_input: bool = False,
     ) -> None:
         self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 (closed by close())
         full = ["ip", "netns", "exec", netns, *command] if netns else list(command)
@@ -166,7 +167,7 @@ class Child:
         environment.update(env or {})
         self.process = subprocess.Popen(
             full,
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.PIPE if take_input else subprocess.DEVNULL,
             stdout=subprocess.PIPE if pipe else self._log,
             stderr=self._log if pipe else subprocess.STDOUT,
             env=environment,
@@ -217,8 +218,10 @@ class Child:
             except subprocess.TimeoutExpired:
                 self.process.kill()
                 self.process.wait(timeout_s)
-        if self.process.stdout is not None:
-            self.process.stdout.close()
+        for stream in (self.process.stdin, self.process.stdout):
+            if stream is not None:
+                with contextlib.suppress(OSError):  # what was still to be sent has nobody to go to
+                    stream.close()
         if not self._log.closed:
             self._log.close()
 
