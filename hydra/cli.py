@@ -133,18 +133,55 @@ def up_command(
     host: Annotated[str | None, typer.Option("--host", metavar="ADDRESS", help="[head] api_host")] = None,
     port: Annotated[int | None, typer.Option("--port", metavar="N", help="[head] api_port")] = None,
     set_: Setting = None,
+    detach: Annotated[bool, typer.Option("--detach", "-d",
+                                         help="In the background (then: hydra logs, hydra down).")] = False,
     log_format: LogFormat = "text",
     debug: Debug = False,
 ) -> None:
     """Run this box's node of hydra.toml: serve its device (peer), or load the model and serve the API (head)."""
-    from .commands import up
-
     overrides = {"model.path": os.path.abspath(model) if model else None, "model.ctx_size": ctx_size,
                  "model.batch_size": batch, "model.ubatch_size": ubatch, "model.cache_type_k": type_k,
                  "model.cache_type_v": type_v, "model.flash_attn": flash, "model.parallel": parallel,
                  "model.threads": threads, "mtp.draft_n_max": n_max, "mtp.draft_p_min": p_min, "head.api_host": host,
                  "head.api_port": port, **settings(set_)}
+    if detach:
+        from .commands import background
+
+        background.detach(config, node, overrides, log_json=_log_json(log_format), debug=debug)
+        return
+    from .commands import up
+
     up.run(config, node, overrides, log_json=_log_json(log_format), debug=debug)
+
+
+@app.command("down")
+def down_command(config: ConfigFile = None, node: NodeName = None, debug: Debug = False) -> None:
+    """Stop this box's node in order, as Ctrl-C would."""
+    from .commands import background
+
+    background.down(config, node)
+
+
+@app.command("reload")
+def reload_command(config: ConfigFile = None, node: NodeName = None, debug: Debug = False) -> None:
+    """Have the running head read hydra.toml again, without closing its API port."""
+    from .commands import background
+
+    background.reload(config, node)
+
+
+@app.command("logs")
+def logs_command(
+    config: ConfigFile = None,
+    node: NodeName = None,
+    lines: Annotated[int, typer.Option("--lines", "-n", metavar="N", min=0, help="How many of the last lines.")] = 50,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with new lines until Ctrl-C.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Show the log of a node that runs in the background."""
+    from .commands import background
+
+    background.logs(config, node, lines, follow)
 
 
 @app.command("peer")

@@ -101,7 +101,7 @@ class _Head:
         self.view.close()
         if self.stops == 1:
             busy = len(self.supervisor.board.open())
-            rest = f"; {busy} open answers have {self.cfg.head.grace_s:g} s, another Ctrl-C ends them at once"
+            rest = f"; open answers: {busy}, with {self.cfg.head.grace_s:g} s left; another Ctrl-C ends them at once"
             log.info("%s: stopping%s.", signal.Signals(number).name, rest if busy else "")
             self.stop_asked.set()
         else:
