@@ -28,6 +28,7 @@ from hydra.peer.settings import PeerSettings
 from hydra.rpc import messages, wire
 from hydra.rpc.client import Client
 from hydra.rpc.wire import Command
+from hydra.security import client_context, connect, init_certs, load_identity
 from tests.peer_tools import Vectors, get_json
 
 
@@ -301,3 +302,57 @@ def test_a_flood_of_bad_connections_is_few_lines() -> None:
     for number in range(5000):
         log.report(f"source {number}", "noise", "bad")
     assert len(lines) < 1100
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Two unrelated CAs, each with files for the nodes desk and mini."""
+    folders = (tmp_path_factory.mktemp("ours"), tmp_path_factory.mktemp("others"))
+    for folder in folders:
+        init_certs(folder, ["desk", "mini"])
+    return folders
+
+
+def encrypted(port: int, folder: Path, node: str = "desk") -> socket.socket:
+    plain = socket.create_connection(("127.0.0.1", port), timeout=10)
+    wrapped = connect(plain, client_context(load_identity(folder, node)), "mini")
+    wrapped.settimeout(10)
+    return wrapped
+
+
+def test_tls_serves_heads_and_health_alike(certificates: tuple[Path, Path]) -> None:
+    with listener(name="mini", tls_dir=str(certificates[0]), tls_nodes=("desk", "mini")) as running:
+        with Client("127.0.0.1", running.port, hello=False) as client:
+            client.socket.close()
+            client.socket = encrypted(running.port, certificates[0])
+            assert client.hello() == wire.PROTOCOL_VERSION
+            vectors = Vectors(client, n=1 << 18)  # a megabyte: many TLS records
+            values = np.arange(vectors.n, dtype=np.float32)
+            vectors.set(0, values)
+            vectors.add(1, 0, 0)
+            assert np.array_equal(vectors.get(1), values + values)
+            (tunnel,) = get_json(running.port, "/stats")["tls"]  # plain HTTP is for this box alone
+            assert tunnel["node"] == "desk"
+            assert tunnel["options"]["nodelay"] == 1 and tunnel["options"]["keepalive"] == 1
+        with encrypted(running.port, certificates[0]) as http:
+            http.sendall(b"GET /health HTTP/1.0\r\n\r\n")
+            assert b'"state": "ok"' in b"".join(iter(lambda: http.recv(65536), b""))
+
+
+def test_tls_refuses_and_says_which(certificates: tuple[Path, Path], caplog: pytest.LogCaptureFixture) -> None:
+    ours, others = certificates
+    with listener(name="mini", tls_dir=str(ours), tls_nodes=("mini",)) as running:
+        with pytest.raises(PeerError):
+            Client("127.0.0.1", running.port)
+        wait_for(lambda: "does not speak TLS, and security.tls is on here" in caplog.text)
+        with pytest.raises(PeerError):
+            encrypted(running.port, others)
+        wait_for(lambda: "does not know this box's CA" in caplog.text)
+        with contextlib.suppress(OSError, PeerError), encrypted(running.port, ours) as wrong_node:
+            assert wrong_node.recv(1) == b""
+        wait_for(lambda: "'desk'; expected mini" in caplog.text)
+        assert get_json(running.port, "/health")["state"] == "ok"
+    with listener() as plain:
+        with pytest.raises(PeerError):
+            encrypted(plain.port, ours)
+        wait_for(lambda: "speaks TLS, and security.tls is off here" in caplog.text)

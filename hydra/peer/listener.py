@@ -6,11 +6,14 @@
                      0x0E (HELLO)          the descriptor goes to the worker (SCM_RIGHTS) and is forgotten here
                      0x68 (hydra's link)   the same, and the worker is told
                      an HTTP verb          to the control pool (hydra.peer.control)
-                     anything else         closed, with a line in the log
+                     0x16 (TLS)            with security.tls: the handshake on a thread, then its plain end is looked
+                     at the same way
+                   anything else         closed, with a line in the log
                    the worker's events: ready, a connection closed, its own death (restart after 1 s, doubling to 30 s)
     shutdown     the worker is told to stop, given some seconds, then killed
 
-No compute byte is ever read here, so nothing of this is on the path of a token. Knows nothing of ggml.
+But for a TLS tunnel no compute byte is ever read here, so nothing of this is on the path of a token. Knows nothing of
+ggml.
 """
 
 from __future__ import annotations
@@ -19,15 +22,18 @@ import ipaddress
 import itertools
 import json
 import logging
+import queue
 import selectors
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import hydra
@@ -39,6 +45,7 @@ from hydra.peer.ratelog import RateLimitedLog
 from hydra.peer.settings import PeerSettings
 from hydra.peer.worker import MAX_PACKET
 from hydra.rpc import wire
+from hydra.security import Tunnel, load_identity, server_context, terminate
 
 BACKLOG = 64
 FIRST_BACKOFF_S = 1.0
@@ -46,6 +53,8 @@ LAST_BACKOFF_S = 30.0
 STABLE_S = 60.0  # a worker that lived this long starts again at once
 STOP_S = 8.0
 STATS_S = 3.0
+TLS_BYTE = 0x16  # a TLS record of the handshake
+MAX_HANDSHAKES = 16
 MAX_WAITING = 64  # connections that have not said their first byte
 _WAKE, _LISTEN, _WORKER, _FIRST_BYTE = "wake", "listen", "worker", "first byte"
 
@@ -57,6 +66,7 @@ class Waiting:
     sock: socket.socket
     address: tuple[str, int]
     deadline: float
+    tunnel: Tunnel | None = None  # TLS ends there, and sock is its plain end
     link: bool = False  # speaks hydra's link (hydra.link.frames), not plain ggml-RPC
 
 
@@ -104,6 +114,10 @@ class Listener:
         self._waiting: dict[int, Waiting] = {}
         self._held: list[Waiting] = []  # said HELLO while the worker was not ready
         self._active: dict[int, str] = {}
+        self._tls: ssl.SSLContext | None = None
+        self._handshakes = threading.Semaphore(MAX_HANDSHAKES)
+        self._decrypted: queue.SimpleQueue[Waiting] = queue.SimpleQueue()
+        self._tunnels: list[tuple[Tunnel, str, dict[str, Any]]] = []
         self._ids = itertools.count(1)
         self._stats_ids = itertools.count(1)
         self._stats: dict[int, tuple[threading.Event, dict[str, Any]]] = {}
@@ -115,6 +129,8 @@ class Listener:
     # -- start-up, main loop, shutdown ---------------------------------------------------------------------------------
 
     def run(self) -> None:
+        if self.settings.tls_dir:
+            self._tls = server_context(load_identity(Path(self.settings.tls_dir), self.settings.name))
         listening = self._bind()
         self.pool = ControlPool(self)
         try:
@@ -131,6 +147,7 @@ class Listener:
                         self._worker_event()
                     else:
                         self._wake_r.recv(64)
+                        self._take_decrypted()
                 self._tick()
         finally:
             listening.close()
@@ -141,6 +158,9 @@ class Listener:
     def stop(self) -> None:
         """Ends run(); safe from signal handlers and other threads."""
         self._stopping = True
+        self._wake()
+
+    def _wake(self) -> None:
         try:
             self._wake_w.send(b"x")
         except OSError:
@@ -168,6 +188,8 @@ class Listener:
         self.pool.close()
         for waiting in [*self._waiting.values(), *self._held]:
             waiting.sock.close()
+        for tunnel, _, _ in self._tunnels:
+            tunnel.close()
         self._stop_worker()
         self._selector.close()
         self._wake_r.close()
@@ -234,6 +256,8 @@ class Listener:
             byte = b""
         if not byte:
             waiting.sock.close()  # connected and left: a port check
+        elif waiting.tunnel is None and (self._tls is not None or byte[0] == TLS_BYTE):
+            self._encrypted_only(waiting, byte[0])
         elif byte[0] in (wire.HELLO_BYTE, frames.FIRST_BYTE):
             waiting.link = byte[0] == frames.FIRST_BYTE
             self._hello(waiting)
@@ -241,6 +265,49 @@ class Listener:
             self.pool.submit(waiting.sock, waiting.address)
         else:
             self._refuse(waiting, "first byte", f"begins with byte {byte[0]:#04x}, which is neither ggml-RPC nor HTTP")
+
+    def _encrypted_only(self, waiting: Waiting, byte: int) -> None:
+        """The first byte of a connection when TLS is on, or of one that wants TLS when it is off."""
+        if self._tls is None:
+            self._refuse(waiting, "tls", "speaks TLS, and security.tls is off here")
+        elif byte == TLS_BYTE:
+            if not self._handshakes.acquire(blocking=False):
+                self._refuse(waiting, "flood", f"{MAX_HANDSHAKES} TLS handshakes are under way already")
+                return
+            threading.Thread(
+                target=self._handshake, args=(waiting, self._tls), name="tls handshake", daemon=True
+            ).start()
+        elif byte in VERBS and ipaddress.ip_address(waiting.address[0].split("%")[0]).is_loopback:
+            self.pool.submit(waiting.sock, waiting.address)  # this box asks after its own peer
+        else:
+            self._refuse(waiting, "plain", "does not speak TLS, and security.tls is on here")
+
+    def _handshake(self, waiting: Waiting, context: ssl.SSLContext) -> None:
+        """On a thread of its own: TLS ends in a tunnel, whose plain end is then looked at like any other connection."""
+        try:
+            host = waiting.address[0]
+            options = sockets.read_options(waiting.sock)
+            plain, node, tunnel = terminate(
+                waiting.sock, context, self.settings.tls_nodes or None, self.settings.hello_s
+            )
+        except HydraError as exc:
+            reason = exc.message.replace(f"{host}:{waiting.address[1]}", host)  # the same from every port
+            self.noisy.report(host, reason, reason)
+            return
+        finally:
+            self._handshakes.release()
+        self._tunnels = [entry for entry in self._tunnels if entry[0].thread.is_alive()]
+        self._tunnels.append((tunnel, f"{host}:{waiting.address[1]}", {"node": node, "options": options}))
+        deadline = time.monotonic() + self.settings.first_byte_s
+        self._decrypted.put(Waiting(plain, waiting.address, deadline, tunnel))
+        self._wake()
+
+    def _take_decrypted(self) -> None:
+        while not self._decrypted.empty():
+            waiting = self._decrypted.get()
+            waiting.sock.setblocking(False)
+            self._waiting[waiting.sock.fileno()] = waiting
+            self._selector.register(waiting.sock, selectors.EVENT_READ, _FIRST_BYTE)
 
     def _hello(self, waiting: Waiting) -> None:
         limit = self.settings.max_connections
@@ -429,11 +496,14 @@ class Listener:
             del self._stats[number]
         answer.pop("ev", None)
         answer.pop("id", None)
-        return answer or {
-            "connections": [],
-            "commands": {},
-            "error": f"no answer from the device worker ({self.state})",
-        }
+        if not answer:
+            answer = {
+                "connections": [],
+                "commands": {},
+                "error": f"no answer from the device worker ({self.state})",
+            }
+        answer["tls"] = [{"peer": peer, **told} for tunnel, peer, told in self._tunnels if tunnel.thread.is_alive()]
+        return answer
 
 
 def _addresses(names: tuple[str, ...], log: logging.Logger) -> list[str]:

@@ -17,6 +17,7 @@ class PeerSettings:
 
     host, port: where to listen (port 0: any free one). devices: ggml names, or ("auto",). threads: of a CPU device, 0
     = one per physical core. allow: addresses that may connect beside loopback; empty = loopback only. *_s: seconds.
+    tls_dir: certificates, empty = no TLS; tls_nodes: names that may connect then, empty = all of the CA.
     """
 
     name: str = "peer"
@@ -37,6 +38,7 @@ class PeerSettings:
     timings: bool = False
     config_digest: str = ""
     tls_dir: str = ""
+    tls_nodes: tuple[str, ...] = ()
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -44,6 +46,6 @@ class PeerSettings:
     @classmethod
     def from_json(cls, text: str) -> PeerSettings:
         fields = json.loads(text)
-        for name in ("devices", "allow"):
+        for name in ("devices", "allow", "tls_nodes"):
             fields[name] = tuple(fields[name])
         return cls(**fields)

@@ -36,7 +36,12 @@ def make_ready(sock: socket.socket) -> None:
 
 
 def read_options(sock: socket.socket) -> dict[str, int]:
-    """What the kernel has for this socket: nodelay and keepalive (0/1), rcvbuf and sndbuf (bytes), rtt_us."""
+    """What the kernel has for this socket: nodelay and keepalive (0/1), rcvbuf and sndbuf (bytes), rtt_us.
+
+    Empty for the plain end of a TLS tunnel: the options of the connection itself are in the listener's list then.
+    """
+    if sock.family == socket.AF_UNIX:
+        return {}
     options = {
         "nodelay": int(bool(sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))),
         "keepalive": int(bool(sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE))),
