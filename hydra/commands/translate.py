@@ -102,7 +102,7 @@ def peer_settings(cfg: Config, node: NodeConfig) -> PeerSettings:
         model_path=p.model_path,
         config_digest=cfg.digest(),
         tls_dir=cfg.security.cert_dir if cfg.security.tls else "",
-        tls_nodes=tuple(n.name for n in cfg.nodes) if cfg.security.tls else (),
+        tls_nodes=tuple(each.name for each in cfg.nodes) if cfg.security.tls else (),
     )
 
 
