@@ -31,7 +31,7 @@ def one(findings: Iterable[Finding], group: str, check: str = "") -> Finding:
 @contextlib.contextmanager
 def listener(make_ready: Callable[[socket.socket], None] | None = None, **settings: Any) -> Iterator[Listener]:
     """A hydra peer whose listener runs in this process, by default as it is; make_ready: a faulty one."""
-    table = PeerSettings(port=0, devices=("CPU",), threads=1, **settings)
+    table = PeerSettings(**{"port": 0, "devices": ("CPU",), "threads": 1, **settings})
     ready = threading.Event()
     options: dict[str, Any] = {} if make_ready is None else {"make_ready": make_ready}
     running = Listener(table, on_ready=lambda _: ready.set(), **options)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from hydra import config, nodes
 from hydra.config import Config, NodeConfig
-from hydra.doctor import inside, link, own, peers
+from hydra.doctor import gpu, inside, link, network, own, peers, system
 from hydra.doctor.ask import Target
 from hydra.doctor.finding import Finding, fail, ok, skip, warn
 from hydra.errors import ConfigError, HydraError, ModelError
@@ -46,15 +46,26 @@ def examine(file: str | None, node: str | None, addresses: Iterable[str] = (),
     if addresses:
         patient.targets = tuple(_target(address) for address in addresses)
     doing("llama.cpp and the devices of this box")
-    yield from _guard("library", "llama.cpp", lambda: inside.run(_question(patient)))
-    doing("this box's sockets")
+    loaded: list[Finding] = []
+    for finding in _guard("library", "llama.cpp", lambda: inside.run(_question(patient))):
+        loaded.append(finding)
+        yield finding
+    doing("the cards")
+    yield from _guard("gpu", "cards", lambda: gpu.check(gpu.seen_by_ggml(loaded), wants_gpu=_wants_gpu(patient)))
+    doing("this box")
+    yield from _guard("system", "this box", lambda: system.check(*_cache(patient)))
     yield from _guard("sockets", "accepted sockets of this box", lambda: [own.accepted_socket()])
     if patient.node is not None and patient.node.role == "peer":
         me = patient.node
         yield from _guard("sockets", f"port {me.port}", lambda: own.port(me))
+    told: dict[str, list[str]] = {}
     for target in patient.targets:
         doing(f"peer {target.name} ({target.endpoint})")
-        yield from _guard("peer", f"peer {target.name}", lambda: _peer(patient, target))  # noqa: B023 (used at once)
+        yield from _guard("peer", f"peer {target.name}", lambda: _peer(patient, target, told))  # noqa: B023 (used at once)
+    cfg = patient.cfg
+    if cfg is not None and not addresses:
+        hosts = {node.name: node.host for node in cfg.nodes}
+        yield from _guard("network", "names", lambda: network.names(hosts, told))
 
 
 def _guard(group: str, check: str, run: Callable[[], Iterable[Finding]]) -> Iterator[Finding]:
@@ -127,7 +138,7 @@ def _tls(cfg: Config, node: NodeConfig | None) -> ssl.SSLContext | None:
 def _target(address: str) -> Target:
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
-        raise ConfigError(f"command line: {address} is not HOST:PORT.", "Write it like 192.168.1.11:50052.")
+        raise ConfigError(f"command line: --peer {address} is not HOST:PORT.", "Write it like 192.168.1.11:50052.")
     return Target(address, host.strip("[]"), int(port))
 
 
@@ -141,14 +152,44 @@ def _question(patient: Patient) -> inside.Question:
         flash_attn=cfg.model.flash_attn)
 
 
-def _peer(patient: Patient, target: Target) -> Iterator[Finding]:
+def _wants_gpu(patient: Patient) -> bool:
+    node = patient.node
+    return node is not None and bool(node.gpu or node.device.upper().startswith("CUDA"))
+
+
+def _cache(patient: Patient) -> tuple[str, int]:
+    """Where this box keeps received weights, and how many it will receive; empty where it is no peer."""
+    cfg, node = patient.cfg, patient.node
+    if cfg is None or node is None or node.role != "peer" or not cfg.peer.cache_dir or cfg.peer.model_path:
+        return "", 0
+    try:
+        model = read_model_file(cfg.model.path)  # rarely on this box
+        share = node.layers / max(1, model.n_layer) if isinstance(node.layers, int) else 1.0
+        return cfg.peer.cache_dir, int(model.size_bytes * share)
+    except ModelError:
+        return cfg.peer.cache_dir, int(node.memory_gib * 2**30)
+
+
+def _peer(patient: Patient, target: Target, told: dict[str, list[str]]) -> Iterator[Finding]:
+    """One peer: there or not, its way, its protocol, link and kernels, and last its sockets after some use."""
+    name = f"peer {target.name}"
     own_peer = patient.node is not None and patient.node.role == "peer" and patient.node.name == target.name
+    speed_mbit = mtu = 0
+    device = network.interface_to(target.host)
+    if device and device != "lo":
+        found = network.interface(device)
+        speed_mbit, mtu = found.speed_mbit, found.mtu
+        yield network.judge_interface(f"{name}: interface", found)
     seen = peers.look(target, own=own_peer, digest=patient.digest)
+    if seen.health.get("allow"):
+        told[target.name] = [str(address) for address in seen.health["allow"]]
     try:
         yield from seen.findings
         if seen.client is not None:
-            client, name = seen.client, f"peer {target.name}"
-            yield from _guard("link", name, lambda: link.check(client, name, seen.connect_s))
-        yield from _guard("sockets", f"peer {target.name}", lambda: peers.sockets(seen))
+            client = seen.client
+            if mtu:
+                yield network.path_mtu(f"{name}: MTU", client.socket, mtu)
+            yield from _guard("link", name, lambda: link.check(client, name, seen.connect_s, speed_mbit))
+        yield from _guard("sockets", name, lambda: peers.sockets(seen))
     finally:
         seen.close()
