@@ -66,11 +66,10 @@ def error_from_frame(error: object) -> HydraError:
 
 def telling_line(lines: Iterable[str]) -> str:
     """The last line of a dead program that says something, or ''."""
-    plain = [line for line in lines if line.strip() and not _FRAME_OF_A_TRACE.match(line)]
-    for line in reversed(plain):
+    for line in reversed([line for line in lines if not _FRAME_OF_A_TRACE.match(line)]):
         if _TELLING.search(line):
             return line.strip()[:300]
-    return plain[-1].strip()[:300] if plain else ""
+    return ""
 
 
 def diagnose(
@@ -91,14 +90,11 @@ def diagnose(
         )
     if ending.error is not None:
         kind = type(ending.error).__name__
-        return Failure(
-            f"{kind}:{_digitless(ending.error.message)}",
-            f"{ending.error.message.rstrip('.')}{phase}",
-            ending.error.hint,
-            None,
-            kind in PERMANENT_KINDS,
-            ending.error,
-        )
+        message = ending.error.message
+        node = next((peer.target.name for peer in peers if peer.target.endpoint in message), None)
+        key, permanent = f"{kind}:{_digitless(message)}", kind in PERMANENT_KINDS
+        reason = f"{message.rstrip('.')}{phase}"
+        return Failure(key, reason, ending.error.hint, node, permanent, ending.error)
     line = telling_line(stderr)
     if any(_RPC_LOSS.search(text) for text in stderr) and peers:
         node = peers[0].target.name if len(peers) == 1 else None
