@@ -64,7 +64,7 @@ async def _prepare(head: HeadState, request: ChatRequest) -> _Chat:
             params["json_schema"] = constraint
         control = head.template.marks.control
         if control:
-            params["preserved"] = list(control)
+            params["preserved_tokens"] = list(control)
         requests.append((tokens, params))
     streams = open_streams(head.supervisor, requests, request.max_wait_s)
     parsers = [AnswerParser(head.template.marks, **parser_options) for _ in streams]
