@@ -112,6 +112,27 @@ def root(version: Annotated[bool, typer.Option("--version", help="Print the vers
         raise typer.Exit
 
 
+@app.command("init")
+def init_command(
+    model: Annotated[str, typer.Option("--model", "-m", metavar="FILE", show_default=False,
+                                       help="The GGUF file on the head box.")] = "",
+    head: Annotated[str, typer.Option("--head", metavar="ADDRESS", show_default=False,
+                                      help="Address or host name of the head box.")] = "",
+    peer: Annotated[str, typer.Option("--peer", metavar="ADDRESS", show_default=False,
+                                      help="Address or host name of the peer box.")] = "",
+    role: Annotated[str, typer.Option("--role", metavar="head|peer", show_default=False,
+                                      help="What this box is; head if not given.")] = "",
+    output: Annotated[str, typer.Option("--output", "-o", metavar="FILE", help="Where to write it.")] = "hydra.toml",
+    force: Annotated[bool, typer.Option("--force", help="Overwrite a file that is there.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Write a hydra.toml for two boxes, from these flags or from answers to a few questions."""
+    from .commands import init
+
+    ask = init.ask_at_terminal if sys.stdin is not None and sys.stdin.isatty() else None
+    init.run(output, init.Answers(model, head, peer, role), force=force, ask=ask)
+
+
 @app.command("up")
 def up_command(
     config: ConfigFile = None,

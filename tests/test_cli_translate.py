@@ -91,7 +91,11 @@ def test_peer_settings(tmp_path):
     assert (got.name, got.host, got.port, got.devices) == ("mini", "192.168.1.11", 50052, ("CUDA1",))
     assert got.allow == ("192.168.1.10", "192.168.1.11", "10.1.1.1"), "the nodes and what is allowed, nobody else"
     assert (got.max_connections, got.cache_max_bytes) == (2, 1 << 29)
-    assert got.cache_dir == str(tmp_path / "weights") and got.config_digest == cfg.digest() and got.tls_dir == ""
+    assert got.cache_dir == str(tmp_path / "weights") and got.config_digest == cfg.digest()
+    assert (got.tls_dir, got.tls_nodes) == ("", ())
+    cfg = load(tmp_path, TOML.replace("[link]", '[security]\ntls = true\ncert_dir = "certs"\n[link]'))
+    got = translate.peer_settings(cfg, cfg.node("mini"))
+    assert (got.tls_dir, got.tls_nodes) == (str(tmp_path / "certs"), ("tower", "mini"))
     cfg = load(tmp_path, TOML.replace('device = "CUDA1"', 'bind = "0.0.0.0"'))
     got = translate.peer_settings(cfg, cfg.node("mini"))
     assert got.host == "0.0.0.0" and got.devices == ("auto",)
