@@ -1,4 +1,4 @@
-"""hydra/doctor/inside.py: what llama.cpp says of itself, and an inner process that dies, hangs or is of another kind."""
+"""hydra/doctor/inside.py: what llama.cpp says of itself, and an inner process that dies, hangs or is another."""
 
 from __future__ import annotations
 

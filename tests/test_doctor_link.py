@@ -39,8 +39,9 @@ def test_a_server_without_nodelay_is_found():
     """llama.cpp's own server with the option taken away from its accepted sockets: the bug that hydra comes from."""
     with StockServer() as stock:
         try:
-            with without_nodelay(stock.pid):
-                found = check(stock.port)
+            # The connection first: the option is then taken from it before the first step.
+            with Client(stock.host, stock.port, timeout_s=30) as client, without_nodelay(stock.pid):
+                found = list(link.check(client, "peer mini", 0.0))
         except HydraError as error:
             pytest.skip(str(error))
     assert found[1].status == "fail" and "Nagle" in found[1].seen and "TCP_NODELAY" in found[1].fix
