@@ -1,6 +1,7 @@
 """What the wire to a peer does to a token: round trips in the pattern of a decode step, and bandwidth both ways.
 
-A step is many small sends, one "compute again" and one reply. Where the peer's accepted socket lacks TCP_NODELAY and
+A step is many small sends and one reply (the computing between them is left out: it would only blur the wire). Where
+the peer's accepted socket lacks TCP_NODELAY and
 its reply leaves in two parts, Nagle's algorithm holds the second until our kernel's delayed acknowledgement, 40 ms
 later on Linux (up to 200 ms elsewhere): that signature is looked for, against the bare round trip of the network.
 
@@ -55,7 +56,10 @@ class Trips:
 
 
 def measure_trips(client: Client, graph: kernels.RemoteGraph, floor_s: float, steps: int = STEPS) -> Trips:
-    """Time ``steps`` steps on one connection. floor_s: a bare round trip (the TCP handshake), 0 if unknown."""
+    """Time the messages of ``steps`` steps on one connection, nothing computed between.
+
+    floor_s: a bare round trip (the TCP handshake), 0 if unknown.
+    """
     data = [bytes(size) for size in STEP_SENDS]
     graph.compute()
     graph.result()
@@ -65,7 +69,6 @@ def measure_trips(client: Client, graph: kernels.RemoteGraph, floor_s: float, st
         began = time.perf_counter()
         for piece in data:
             graph.set(graph.spare, piece)
-        graph.recompute()
         graph.get(graph.out, 4 * graph.n * graph.m)
         now = time.perf_counter()
         if step >= WARMUP:
