@@ -34,7 +34,8 @@ def bash(tmp_path):
     """Runs bash code with build/lib.sh sourced, an empty cache, and only the given HYDRA_ settings."""
 
     def run(code: str, path: str | None = None, **settings: str) -> subprocess.CompletedProcess[str]:
-        environment = {key: value for key, value in os.environ.items() if not key.startswith(("HYDRA_", "CUDA", "PYTHON", "CXX"))}
+        ours = ("HYDRA_", "CUDA", "PYTHON", "CXX")
+        environment = {key: value for key, value in os.environ.items() if not key.startswith(ours)}
         environment |= {"XDG_CACHE_HOME": str(tmp_path / "cache"), **settings}
         if path is not None:
             environment["PATH"] = path
