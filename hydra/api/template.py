@@ -158,7 +158,7 @@ class _Refused(Exception):
 @lru_cache(maxsize=8)
 def _compiled(source: str) -> Any:
     import jinja2
-    from jinja2.ext import loopcontrols
+    from jinja2.ext import Extension, loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     def tojson(
@@ -173,7 +173,16 @@ def _compiled(source: str) -> Any:
     def refuse(message: str) -> None:
         raise _Refused(message)
 
-    env = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+    class Generation(Extension):
+        """{% generation %}…{% endgeneration %} marks the assistant's part for training; here it is just its content."""
+
+        tags = {"generation"}
+
+        def parse(self, parser: Any) -> Any:
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+    env = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, Generation])
     env.filters["tojson"] = tojson
     env.filters["fromjson"] = json.loads
     env.globals["raise_exception"] = refuse
@@ -240,6 +249,8 @@ def _call(call: Any) -> dict[str, Any]:
 def without_tools(messages: list[dict[str, Any]], tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """The conversation for a template that knows no tools: calls and results as plain turns, the functions as
     instruction."""
+    if not tools and not any(m["role"] == "tool" or m.get("tool_calls") for m in messages):
+        return messages
     out: list[dict[str, Any]] = []
     if tools:
         functions = "\n".join(json.dumps(tool.get("function", tool), ensure_ascii=False) for tool in tools)
@@ -257,7 +268,7 @@ def without_tools(messages: list[dict[str, Any]], tools: Sequence[dict[str, Any]
             ]
             message = {"role": "assistant", "content": "\n".join(filter(None, [message["content"], *calls]))}
         # Several templates of this kind demand that roles alternate.
-        if out and out[-1]["role"] == message["role"] and (tools or message["role"] != "system"):
+        if out and out[-1]["role"] == message["role"]:
             out[-1] = {**out[-1], "content": f"{out[-1]['content']}\n\n{message['content']}"}
         else:
             out.append(message)
