@@ -59,7 +59,11 @@ class Bench:
         self.file = self.out / "gpu_bench.json"
         self.report: dict[str, Any] = json.loads(self.file.read_text()) if self.file.exists() else {}
         self.deadline = time.monotonic() + options.budget
-        self.report.setdefault("not_run", [])
+        # What an earlier command could not run or failed at stays, unless the same part runs again.
+        for key in ("not_run", "failed"):
+            kept = {part: found for part, found in self.report.get(key, {}).items() if part not in options.parts}
+            self.report[key] = kept
+        self.part = ""
         tests = {
             name: (max(8, int(p * options.scale)), max(8, int(n * options.scale))) for name, (p, n) in TESTS.items()
         }
@@ -76,9 +80,12 @@ class Bench:
         """True when ``seconds`` are left; else ``what`` is noted as not run."""
         if self.left() >= seconds:
             return True
-        self.report["not_run"].append(f"{what}: {self.left():.0f} s were left, it needs about {seconds:.0f}")
-        self.say(f"not run: {what}")
+        self.not_run(f"{what}: {self.left():.0f} s were left, it needs about {seconds:.0f}")
         return False
+
+    def not_run(self, why: str) -> None:
+        self.report["not_run"].setdefault(self.part, []).append(why)
+        self.say(f"not run: {why}")
 
     def save(self) -> None:
         self.file.write_text(json.dumps(self.report, indent=1) + "\n")
@@ -93,7 +100,7 @@ class Bench:
         try:
             yield
         except (HydraError, OSError, subprocess.SubprocessError, AssertionError, KeyError, ValueError) as error:
-            self.report.setdefault("failed", []).append({"what": what, "error": str(error)[-2000:]})
+            self.report["failed"].setdefault(self.part, []).append({"what": what, "error": str(error)[-2000:]})
             self.say(f"FAILED: {what}: {error}")
         self.save()
 
@@ -199,7 +206,7 @@ def rounds(
     number, longest = 0, 0.0
     while number < least or (number < bench.options.rounds and bench.left() - longest > until_left):
         if bench.left() < longest + 10:
-            bench.report["not_run"].append(f"round {number + 1} of {prefix}{engine}: {bench.left():.0f} s were left")
+            bench.not_run(f"round {number + 1} of {prefix}{engine}: {bench.left():.0f} s were left")
             return
         began = time.monotonic()
         for test, (prompt, tokens) in bench.tests.items():
@@ -282,7 +289,7 @@ def without_nodelay(bench: Bench, heads: dict[str, ResidentHead], peers: dict[st
 def llama_servers(bench: Bench, model: Path) -> None:
     program = find_llama_server()
     if program is None:
-        bench.report["not_run"].append("llama-server: it is neither on the PATH nor beside the libraries")
+        bench.not_run("llama-server: it is neither on the PATH nor beside the libraries")
         return
     if not bench.fits(110, "llama-server as the head"):
         return
@@ -306,7 +313,7 @@ def llama_servers(bench: Bench, model: Path) -> None:
             "1",
         ),
         *("-ctk", options.cache_type, "-ctv", options.cache_type, "-fa", "on", "-cram", "0", "-ctxcp", "0"),
-        *("-t", str(options.threads), "-dev"),
+        *("-t", str(options.threads)),
     ]
     mtp = ["--spec-type", "draft-mtp", "--spec-draft-n-max", "3"]
     shape = synthetic.SHAPES.get(options.shape)
@@ -323,10 +330,13 @@ def llama_servers(bench: Bench, model: Path) -> None:
         ):
             if engine == "plain" and not options.server_plain:
                 continue
-            place = [options.device]
+            # llama-server takes no CPU for a device: there the whole model goes to the peer, or stays where it is.
+            local = "" if options.device == "CPU" else options.device
+            place = ["-dev", local or "none"]
             if kind != "none":
                 peer = stack.enter_context(start(kind, bench.setting()))
-                place = [f"RPC0,{options.device}", "--rpc", peer.endpoint, *split]
+                # --rpc first: the name RPC0 is known only after it.
+                place = ["--rpc", peer.endpoint, "-dev", f"RPC0,{local}".rstrip(","), *(split if local else [])]
             arguments = [*common, *place, *(mtp if engine == "mtp" else [])]
             # All load at once: each is bound by one core of its own, and nothing is measured meanwhile.
             servers[engine][kind] = stack.enter_context(LlamaServer(str(program), arguments, wait=False))
@@ -624,8 +634,9 @@ def table(report: dict[str, Any]) -> str:
     for name, values in report.get("loads", {}).items():
         if name.endswith(" s"):
             lines.append(f"load, {name[:-2]:<30} {', '.join(f'{value:.2f}' for value in values)} s")
-    lines += [f"not run: {line}" for line in report.get("not_run", [])]
-    lines += [f"FAILED: {entry['what']}: {entry['error'].splitlines()[0]}" for entry in report.get("failed", [])]
+    lines += [f"not run: {line}" for found in report["not_run"].values() for line in found]
+    for found in report["failed"].values():
+        lines += [f"FAILED: {entry['what']}: {entry['error'].splitlines()[0]}" for entry in found]
     return "\n".join(lines)
 
 
@@ -682,6 +693,7 @@ def main() -> int:
     }
     bench.report["versions"] = versions()
     for part in options.parts:
+        bench.part = part
         with bench.guarded(part):
             PARTS[part](bench)
     bench.report["goals"] = goals(bench.report)
@@ -689,7 +701,7 @@ def main() -> int:
     bench.save()
     print(table(bench.report), flush=True)
     print(bench.file, flush=True)
-    return 1 if bench.report.get("failed") else 0
+    return 1 if any(bench.report["failed"].get(part) for part in options.parts) else 0
 
 
 PARTS = {"speed": speed, "loads": loads, "checks": checks}
