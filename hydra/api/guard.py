@@ -81,7 +81,8 @@ class Guard:
         if settings.api_key and scope["path"] not in OPEN_PATHS:
             scheme, _, given = headers.get("authorization", "").partition(" ")
             given = given.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
-            if not hmac.compare_digest(given.encode(), settings.api_key.encode()):
+            # Headers come as latin-1; a key with other letters was sent as UTF-8.
+            if not hmac.compare_digest(given.encode("latin-1"), settings.api_key.encode()):
                 raise Unauthorized("The API key is missing or wrong.", "Send it as Authorization: Bearer KEY.")
         length = headers.get("content-length", "")
         if length.isdigit() and int(length) > settings.max_request_bytes:
