@@ -82,9 +82,9 @@ def test_under_load(head: Head, tmp_path: Path) -> None:
     text = "The quick brown fox."
     (tmp_path / "locustfile.py").write_text(LOCUSTFILE.format(prompt=say(text), text=text))
     command = [
-        LOCUST,
+        str(LOCUST),
         "-f",
-        tmp_path / "locustfile.py",
+        str(tmp_path / "locustfile.py"),
         "--headless",
         "-u",
         "12",

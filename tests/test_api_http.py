@@ -59,7 +59,7 @@ def test_key(locked: Head) -> None:
         refused = get(locked, "/v1/models", **header)
         assert refused.status_code == 401 and refused.json()["error"]["code"] == "invalid_api_key"
     for name, value in (("Authorization", "Bearer schlüssel"), ("X-API-Key", "schlüssel")):
-        right = httpx.get(f"{locked.url}/v1/models", headers={name: value.encode()}, timeout=10)
+        right = httpx.get(f"{locked.url}/v1/models", headers={name.encode(): value.encode()}, timeout=10)
         assert right.status_code == 200
     assert get(locked, "/health").status_code == 200
     assert get(locked, "/metrics").status_code == 401
