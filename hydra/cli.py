@@ -21,7 +21,7 @@ from typer.core import TyperGroup
 from .errors import ConfigError, HydraError
 
 # Processes that hydra starts of itself: `python -m hydra _engine …`. Not for people, so not in the help.
-INTERNAL = ("_engine", "_peer", "_worker", "_inside")
+INTERNAL = ("_engine", "_peer", "_worker", "_inside", "_link")
 # Groups that live beside their subject: module of `app`, and the help line shown without importing it.
 LAZY = {"bench": ("hydra.bench.cli", "Measure side by side: stock peer, our peer, link, MTP.")}
 EXIT_BUG, EXIT_INTERRUPTED = 70, 130
@@ -410,6 +410,10 @@ def _internal(name: str, arguments: list[str]) -> int:
         from .doctor import inside
 
         return inside.main(arguments)
+    if name == "_link":
+        from .link import process
+
+        return process.main(arguments)
     if name == "_peer":
         from .peer import launch
 

@@ -24,9 +24,12 @@ from ..api.app import create_app
 from ..api.settings import ApiSettings
 from ..config import Config
 from ..errors import HydraError
+from ..head.probe import PeerTarget
+from ..head.spec import EngineSpec
 from ..head.supervisor import Supervisor
 from ..model_file import read_model_file
 from .head_view import HeadView
+from .links import Links, link_settings, probe_context
 from .ports import ensure_free
 from .translate import engine_spec, peer_targets, supervisor_settings
 
@@ -51,10 +54,20 @@ class _Head:
     async def run(self) -> None:
         cfg = self.cfg
         model = read_model_file(cfg.model.path)
-        spec = engine_spec(cfg, model)
+        engine_spec(cfg, model)  # a split that does not add up is told before anything is started
         self.view = HeadView(cfg, model.size_bytes)
         ensure_free(cfg.head.api_host, cfg.head.api_port, "the API")
-        self.supervisor = Supervisor(spec, peer_targets(cfg), supervisor_settings(cfg), on_event=self.view.on_event)
+        peers = peer_targets(cfg, probe_context(cfg))
+        self.links = [Links(cfg).start()]
+        try:
+            await self._serve(engine_spec(cfg, model, self.links[-1].endpoints), peers)
+        finally:
+            for links in self.links:
+                links.stop()
+
+    async def _serve(self, spec: EngineSpec, peers: tuple[PeerTarget, ...]) -> None:
+        cfg = self.cfg
+        self.supervisor = Supervisor(spec, peers, supervisor_settings(cfg), on_event=self.view.on_event)
         app = create_app(self.supervisor, api_settings(cfg))
         # Bound here and not by uvicorn, which ends the whole program where it cannot.
         listening = socket.create_server((cfg.head.api_host, cfg.head.api_port), backlog=BACKLOG,
@@ -117,11 +130,17 @@ class _Head:
         """hydra.toml anew. A file that cannot be used is told and changes nothing; the API's own port and keys stay."""
         try:
             cfg = self.read_again()
-            spec = engine_spec(cfg)
-            await self.supervisor.reload(spec, peer_targets(cfg), supervisor_settings(cfg))
+            model = read_model_file(cfg.model.path)
+            engine_spec(cfg, model)
+            peers = peer_targets(cfg, probe_context(cfg))
+            if link_settings(cfg) != self.links[-1].settings:
+                # The former ones stay: a supervisor that cannot load the new settings goes back to them.
+                self.links.append(await asyncio.to_thread(Links(cfg).start))
         except HydraError as error:
             log.error("Not reloaded: %s", error)
             return
+        spec = engine_spec(cfg, model, self.links[-1].endpoints)
+        await self.supervisor.reload(spec, peers, supervisor_settings(cfg))
         if cfg.head != self.cfg.head:
             log.warning("[head] api_host, api_port, api_key and limits of the API need a restart of `hydra up`.")
         self.cfg = cfg

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ipaddress
 import ssl
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from .. import config
@@ -23,9 +24,10 @@ if TYPE_CHECKING:
     from ..peer.settings import PeerSettings
 
 
-def engine_spec(cfg: Config, model: ModelFile | None = None) -> EngineSpec:
+def engine_spec(cfg: Config, model: ModelFile | None = None, links: Mapping[str, str] | None = None) -> EngineSpec:
     """What the engine is to load, with the split checked against the model file.
 
+    links: addresses of peers that are reached through a link, by node name.
     Raises: ModelError (the file), ConfigError (the split).
     """
     from ..head.spec import DraftSpec, Endpoint, EngineSpec
@@ -42,7 +44,7 @@ def engine_spec(cfg: Config, model: ModelFile | None = None) -> EngineSpec:
     return EngineSpec(
         model_path=m.path,
         head=head.name,
-        endpoints=tuple(Endpoint(node.name, node.endpoint) for node in cfg.peers),
+        endpoints=tuple(Endpoint(node.name, (links or {}).get(node.name, node.endpoint)) for node in cfg.peers),
         layers=layers,
         devices=() if head.device == "auto" else (head.device,),
         ctx_size=m.ctx_size,
