@@ -71,7 +71,7 @@ class Engine:
                 "n_vocab": vocab.n_tokens, "parallel": self.spec.parallel, "bos": vocab.bos, "eos": vocab.eos,
                 "eot": vocab.eot, "add_bos": vocab.add_bos, "bos_text": vocab.text(vocab.bos),
                 "eos_text": vocab.text(vocab.eos), "chat_template": model.chat_template(),
-                "layers": self._loaded.layers, "memory": self._loaded.memory, "notes": self._loaded.notes,
+                "layers": self._loaded.layers, "memory": self._loaded.memory_use, "notes": self._loaded.notes,
                 "drafter": self._drafter.name if self._drafter else None,
                 "mtp": {"blocks": model.n_layer_nextn, "n_max": self.spec.draft.n_max,
                         "enabled": self._drafter is not None and self._drafter.name == "mtp"}}

@@ -13,9 +13,9 @@ from typing import Any
 
 from hydra.errors import ModelError
 
-from . import placement
+from . import memory, placement
 from .draft import Drafter, MtpDrafter, batch_capacity
-from .llama import DEVICE_CPU, Context, Device, Model, local_devices, register_peer
+from .llama import DEVICE_CPU, Context, Device, Model, Progress, local_devices, register_peer
 from .lookup import LookupDrafter
 from .spec import EngineSpec
 
@@ -27,14 +27,22 @@ _PROGRESS_PERIOD_S = 0.1
 class Placement:
     """Devices in llama.cpp's order (peers, then the head's), repeating layers for each, and whose they are.
 
-    ``n_extra``: MTP blocks and the output, which go to the last device.
+    ``n_extra``: MTP blocks and the output, which go to the last device. ``buffers``: device by buffer type name, where
+    the two differ (``RPC0[host:port]``, whose number is the peer's own).
     """
 
+    head: str
     devices: list[Device]
     counts: list[int]
     node_of: dict[str, str]
     layers: dict[str, int]
     n_extra: int
+    buffers: dict[str, str]
+
+    @property
+    def local_cpu(self) -> bool:
+        """No peer and no GPU: llama.cpp then wants no devices at all, and may repack weights."""
+        return all(device.kind == DEVICE_CPU for device in self.devices)
 
 
 @dataclass
@@ -46,7 +54,7 @@ class Loaded:
     target: Context
     drafter: Drafter | None
     layers: dict[str, int]
-    memory: dict[str, dict[str, int]]
+    memory_use: dict[str, dict[str, int]]
     notes: list[str] = field(default_factory=list)
 
     def close(self) -> None:
@@ -62,7 +70,7 @@ def n_threads(asked: int) -> int:
 
 
 def load(spec: EngineSpec, progress: ProgressSink | None = None) -> Loaded:
-    """Load everything. ``progress`` gets the fields of the ``progress`` frame.
+    """Load everything; that it fits is found out first. ``progress`` gets the fields of the ``progress`` frame.
 
     Raises: PeerUnreachable, DeviceError, ModelError, LibraryError, each with numbers.
     """
@@ -70,22 +78,44 @@ def load(spec: EngineSpec, progress: ProgressSink | None = None) -> Loaded:
     report = progress or (lambda _event: None)
     report({"stage": "peers"})
     place = find_devices(spec, read_shape(spec.model_path))
-    report({"stage": "model"})
-    wants_mtp = spec.draft.kind in ("auto", "mtp")
-    local_only = not spec.endpoints and all(device.kind == DEVICE_CPU for device in place.devices)
+    report({"stage": "memory"})
+    memory.check(estimate(spec, place), {device.name: device for device in place.devices}, place.node_of)
+    report({"stage": "weights", "fraction": 0.0})
     tracker = _Tracker(report, place)
-    model = Model(
-        spec.model_path, [] if local_only else place.devices,
-        [] if local_only else placement.tensor_split(place.counts, place.n_extra),
-        load_mtp=wants_mtp, pipeline=spec.pipeline, use_extra_bufts=spec.use_extra_bufts, progress=tracker.on_progress)
+    model = _open_model(spec, place, progress=tracker.on_progress)
     tracker.finish()
     try:
-        layers = _verify(model, place, spec.head, local_only)
+        layers = _verify(model, place, spec.head)
         report({"stage": "contexts"})
-        return _contexts(spec, model, layers)
+        contexts = _open_contexts(spec, model)
     except BaseException:
         model.close()
         raise
+    used = _account(contexts, place)
+    return Loaded(spec, model, contexts.target, _drafter(spec, contexts), layers,
+                  {node: use.to_dict() for node, use in used.by_node.items()}, contexts.notes)
+
+
+def estimate(spec: EngineSpec, place: Placement) -> memory.Estimate:
+    """What the load will take, by llama.cpp's own accounting of a load without allocation.
+
+    Raises: ModelError, DeviceError, LibraryError.
+    """
+    with _open_model(spec, place, no_alloc=True) as model:
+        contexts = _open_contexts(spec, model)
+        try:
+            return _account(contexts, place)
+        finally:
+            contexts.close()
+
+
+def _open_model(spec: EngineSpec, place: Placement, *, progress: Progress | None = None,
+                no_alloc: bool = False) -> Model:
+    return Model(
+        spec.model_path, [] if place.local_cpu else place.devices,
+        [] if place.local_cpu else placement.tensor_split(place.counts, place.n_extra),
+        load_mtp=spec.draft.kind in ("auto", "mtp"), pipeline=spec.pipeline, use_extra_bufts=spec.use_extra_bufts,
+        progress=progress, no_alloc=no_alloc)
 
 
 @dataclass
@@ -126,63 +156,75 @@ def find_devices(spec: EngineSpec, shape: Shape) -> Placement:
     node_of = {device.name: e.node for e, device in zip(spec.endpoints, peers, strict=True)}
     node_of.update({device.name: spec.head for device in local})
     node_of.setdefault("CPU", spec.head)  # token embeddings always lie there
-    return Placement([*peers, *local], counts, node_of, layers, shape.n_layer_nextn + 1)
+    buffers = {f"RPC{e.device}[{e.address}]": device.name for e, device in zip(spec.endpoints, peers, strict=True)}
+    return Placement(spec.head, [*peers, *local], counts, node_of, layers, shape.n_layer_nextn + 1, buffers)
 
 
-def _verify(model: Model, place: Placement, head: str, local_only: bool) -> dict[str, int]:
-    if local_only:
+def _verify(model: Model, place: Placement, head: str) -> dict[str, int]:
+    if place.local_cpu:
         return {head: model.n_layer}
     return placement.verify(place.layers, model.log.layers, place.node_of, model.n_layer, head)
 
 
-def _contexts(spec: EngineSpec, model: Model, layers: dict[str, int]) -> Loaded:
+@dataclass
+class _Contexts:
+    """The target context, the draft context where one is needed, and how to draft."""
+
+    target: Context
+    draft: Context | None
+    kind: str
+    n_batch: int
+    notes: list[str]
+
+    def close(self) -> None:
+        if self.draft is not None:
+            self.draft.close()
+        self.target.close()
+
+
+def _open_contexts(spec: EngineSpec, model: Model) -> _Contexts:
     notes: list[str] = []
     kind = _drafter_kind(spec, model, notes)
     drafts = kind != "none"
     outputs = spec.parallel * (1 + spec.draft.n_max if drafts else 1)
     n_batch = max(spec.batch_size, outputs)
-    n_ubatch = min(max(spec.ubatch_size, spec.draft.n_max + 2), n_batch)
     common: dict[str, Any] = {
-        "n_ctx": spec.ctx_size or model.n_ctx_train, "n_ubatch": n_ubatch, "n_seq_max": spec.parallel,
+        "n_ctx": spec.ctx_size or model.n_ctx_train, "n_seq_max": spec.parallel,
+        "n_ubatch": min(max(spec.ubatch_size, spec.draft.n_max + 2), n_batch),
         "type_k": spec.cache_type_k, "type_v": spec.cache_type_v, "flash_attn": spec.flash_attn,
         "n_threads": n_threads(spec.threads)}
-    target = Context(model, n_batch=n_batch, n_outputs_max=max(outputs, spec.parallel),
+    target = Context(model, n_batch=n_batch, n_outputs_max=outputs,
                      n_rs_seq=spec.draft.n_max if drafts and model.recurrent else 0,
                      # A refused draft is taken back, which a sliding window that has moved on does not allow.
                      swa_full=drafts and model.n_swa > 0, **common)
-    drafter: Drafter | None = None
-    logs = [model.log, target.log]
+    draft: Context | None = None
     try:
         if model.recurrent and drafts and target.n_rs_seq < spec.draft.n_max:
             notes.append(f"This architecture keeps {target.n_rs_seq} snapshots of its state, so nothing is drafted.")
             kind = "none"
         if kind == "mtp":
-            context = Context(model, n_batch=batch_capacity(spec.parallel, n_batch, spec.draft.n_max),
-                              n_outputs_max=spec.parallel, mtp_of=target, **common)
-            logs.append(context.log)
-            drafter = MtpDrafter(target, context, n_slots=spec.parallel, n_batch=n_batch, n_max=spec.draft.n_max,
-                                 p_min=spec.draft.p_min)
-        elif kind == "lookup":
-            drafter = LookupDrafter(n_slots=spec.parallel, n_max=spec.draft.n_max)
+            draft = Context(model, n_batch=batch_capacity(spec.parallel, n_batch, spec.draft.n_max),
+                            n_outputs_max=spec.parallel, mtp_of=target, **common)
     except BaseException:
         target.close()
         raise
-    memory: dict[str, dict[str, int]] = {}
-    for log in logs:
-        for item in log.buffers:
-            node = _node_of_buffer(item.buffer, spec)
-            kinds = memory.setdefault(node, {})
-            name = f"draft {item.kind}" if drafter is not None and log is logs[-1] and len(logs) == 3 else item.kind
-            kinds[name] = kinds.get(name, 0) + item.size_bytes
-    return Loaded(spec, model, target, drafter, layers, memory, notes)
+    return _Contexts(target, draft, kind, n_batch, notes)
 
 
-def _node_of_buffer(buffer: str, spec: EngineSpec) -> str:
-    """Whose a buffer is, by its name: ``RPC0[host:port]`` (the peer's device 0), else the head's (``CUDA0``,
-    ``CPU_Mapped``).
-    """
-    names = {f"RPC{endpoint.device}[{endpoint.address}]": endpoint.node for endpoint in spec.endpoints}
-    return names.get(buffer, spec.head)
+def _drafter(spec: EngineSpec, contexts: _Contexts) -> Drafter | None:
+    if contexts.draft is not None:
+        return MtpDrafter(contexts.target, contexts.draft, n_slots=spec.parallel, n_batch=contexts.n_batch,
+                          n_max=spec.draft.n_max, p_min=spec.draft.p_min)
+    return LookupDrafter(n_slots=spec.parallel, n_max=spec.draft.n_max) if contexts.kind == "lookup" else None
+
+
+def _account(contexts: _Contexts, place: Placement) -> memory.Estimate:
+    result = memory.Estimate()
+    for context, draft in ((contexts.target, False), (contexts.draft, True)):
+        for buffer, sizes in (memory.breakdown(context) if context is not None else {}).items():
+            device = place.buffers.get(buffer, buffer if buffer in place.node_of else "CPU")
+            result.add(device, place.node_of.get(device, place.head), sizes, draft)
+    return result
 
 
 def _drafter_kind(spec: EngineSpec, model: Model, notes: list[str]) -> str:
