@@ -7,6 +7,8 @@ they do is hydra/link.
 from __future__ import annotations
 
 import logging
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from ssl import SSLContext
@@ -45,7 +47,9 @@ class Links:
     def __init__(self, cfg: Config) -> None:
         self.settings = link_settings(cfg)
         self._running: dict[str, LinkProcess] = {}
-        self._stopping = False
+        self._stopping = threading.Event()
+        # A link asks the kernel to end it with the thread that started it, so that thread has to live as long as we do.
+        self._keeper = ThreadPoolExecutor(1, "links")
 
     @property
     def endpoints(self) -> dict[str, str]:
@@ -55,7 +59,7 @@ class Links:
         """Raises: PeerError when one does not come up; none is left running then."""
         try:
             for settings in self.settings:
-                self._running[settings.name] = start_link(settings, self._on_event)
+                self._running[settings.name] = self._keeper.submit(start_link, settings, self._on_event).result()
         except HydraError:
             self.stop()
             raise
@@ -63,7 +67,8 @@ class Links:
 
     def stop(self) -> None:
         """End them; safe to call twice."""
-        self._stopping = True
+        self._stopping.set()
+        self._keeper.shutdown(wait=False, cancel_futures=True)
         for link in self._running.values():
             link.stop()
         self._running.clear()
@@ -73,17 +78,26 @@ class Links:
         node = {"node": event.get("peer")}
         if event.get("event") == "connected":
             log.debug("Connected, mode %s.", event.get("mode"), extra=node)
-        elif event.get("kind") == "ended" and not self._stopping:
+        elif event.get("kind") == "ended" and not self._stopping.is_set():
             log.error("%s It is started again.", event.get("message"), extra=node)
-            self._restart(str(event.get("peer")))
-        elif event.get("event") == "fault" and not self._stopping:
+            self._keeper.submit(self._restart, str(event.get("peer")))
+        elif event.get("event") == "fault" and not self._stopping.is_set():
             log.error("%s %s", event.get("message"), event.get("hint") or "", extra=node)
 
     def _restart(self, name: str) -> None:
         """The same port as before: the engine and its successors know no other."""
         old = self._running[name]
-        port = int(old.endpoint.rpartition(":")[2])
-        try:
-            self._running[name] = start_link(replace(old.settings, port_here=port), self._on_event)
-        except HydraError as error:
-            log.error("%s", error, extra={"node": name})
+        settings = replace(old.settings, port_here=int(old.endpoint.rpartition(":")[2]))
+        delay_s = 1.0
+        while not self._stopping.is_set():
+            try:
+                link = start_link(settings, self._on_event)
+            except HydraError as error:
+                log.error("%s Next try in %g s.", error, delay_s, extra={"node": name})
+                self._stopping.wait(delay_s)
+                delay_s = min(30.0, 2 * delay_s)
+                continue
+            self._running[name] = link
+            if self._stopping.is_set():
+                link.stop()
+            return
