@@ -48,7 +48,7 @@ class Head:
         stages = self._stages
         info = self._main.info
         return {
-            "model_s": stages["contexts"] - stages["model"],
+            "model_s": stages["contexts"] - stages["weights"],
             "contexts_s": stages["end"] - stages["contexts"],
             "layers": info["layers"],
             "drafter": info["drafter"],
