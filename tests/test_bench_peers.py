@@ -172,6 +172,7 @@ def test_the_command_reports_json_last(tmp_path: Path, model: str, arguments: li
         assert report["warm_load_ratio"] is None  # this model has no tensor that a client would cache
         assert "pair 1 of 1" in done.stderr and "pair 1 of 1" not in done.stdout
     else:
+        assert set(report["own"]["targets_us"]) <= set(report["own"]["us"])
         assert report["commands"]["GRAPH_RECOMPUTE"]["count"] > 0 and "p99_us" in report["commands"]["GET_TENSOR"]
 
 

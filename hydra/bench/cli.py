@@ -184,18 +184,25 @@ def wire_command(
     threads: Threads = 2,
     tokens: Tokens = 64,
     prompt: Annotated[int, typer.Option("--prompt", metavar="N", min=0, help="Prompt tokens before the decode.")] = 512,
+    own: Annotated[bool, typer.Option("--own/--no-own", help="Time the peer's own part of a message too.")] = True,
     as_json: AsJson = False,
 ) -> None:
     """Show where a token's time goes in hydra's peer: count, bytes and time of every command."""
     from hydra import console
-    from hydra.bench import wire
+    from hydra.bench import graphcost, wire
     from hydra.bench.pairs import Setting
 
     figures = wire.run(model_path(model, synthetic), Setting(device, threads), tokens, prompt, console.note)
     console.table(wire.COLUMNS, figures.rows())
     console.result(f"decode: {figures.decode_tps:.2f} tok/s")
+    report = figures.to_dict()
+    if own:
+        console.note("timing the peer's own part, on graphs that cost next to nothing")
+        costs = graphcost.run()
+        console.table(graphcost.COLUMNS, costs.rows())
+        report["own"] = costs.to_dict()
     if as_json:
-        console.result_json(figures.to_dict())
+        console.result_json(report)
 
 
 @app.command("worker", hidden=True, context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
