@@ -296,8 +296,6 @@ class Linked(Carried):
         self._view = memoryview(self._rx)
         self._address = addressof(c_char.from_buffer(self._rx))
         self._pos = self._end = 0
-        # The client sends a message in three pieces (1, 8 and the rest): no need to wake up for the first.
-        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, _HEADER)
 
     def describe(self) -> dict[str, Any]:
         return {
@@ -341,9 +339,13 @@ class Linked(Carried):
             if missing:
                 got = self._from_client(view[end : end + missing], missing, socket.MSG_WAITALL)
             else:
-                # A header begun and less than the low-water mark to come: ask for no more than that.
+                # The client sends a message in three pieces (1, 8 and the rest); SO_RCVLOWAT would spare the first
+                # wake-up, but then the kernel does not wake for less than that at all, not even for the rest.
                 begun = end - self._pos
-                got = self._from_client(view[end : end + _HEADER - begun] if begun else view[end:])
+                if begun:
+                    got = self._from_client(view[end:], _HEADER - begun, socket.MSG_WAITALL)
+                else:
+                    got = self._from_client(view[end:])
             if not got:
                 self.closing = True
                 return
