@@ -59,7 +59,7 @@ class Links:
         """Raises: PeerError when one does not come up; none is left running then."""
         try:
             for settings in self.settings:
-                self._running[settings.name] = self._keeper.submit(start_link, settings, self._on_event).result()
+                self._running[settings.name] = self._keeper.submit(self._start_one, settings).result()
         except HydraError:
             self.stop()
             raise
@@ -72,6 +72,10 @@ class Links:
         for link in self._running.values():
             link.stop()
         self._running.clear()
+
+    def _start_one(self, settings: LinkSettings) -> LinkProcess:
+        # What it has to say comes as events; its own log is for those who look for more.
+        return start_link(settings, self._on_event, quiet=not log.isEnabledFor(logging.DEBUG))
 
     def _on_event(self, event: dict[str, Any]) -> None:
         """Called on the link's own thread."""
@@ -91,7 +95,7 @@ class Links:
         delay_s = 1.0
         while not self._stopping.is_set():
             try:
-                link = start_link(settings, self._on_event)
+                link = self._start_one(settings)
             except HydraError as error:
                 log.error("%s Next try in %g s.", error, delay_s, extra={"node": name})
                 self._stopping.wait(delay_s)
