@@ -27,6 +27,7 @@ from hydra.errors import ProtocolError
 from hydra.ggml import abi
 from hydra.ggml.library import Ggml
 from hydra.peer.handles import HandleTable
+from hydra.peer.indices import IndexPlan
 from hydra.peer.rules import Layout, TensorTable
 from hydra.rpc import wire
 
@@ -65,6 +66,7 @@ class Arena:
         self._sorted_ids: np.ndarray = np.zeros(0, dtype=np.uint64)
         self._order: np.ndarray = np.zeros(0, dtype=np.int64)
         self.changed: np.ndarray | None = None
+        self.indices: IndexPlan | None = None
         self.built = False
         self.moved_only = False
         self.layout: Layout | None = None

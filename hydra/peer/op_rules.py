@@ -323,10 +323,9 @@ def _copies(b: Batch, a: Operand, dst: Operand) -> None:
     b.need(same | to_quantized | from_quantized | numbers, "there is no conversion between these types")
     whole = (a.contiguous & dst.contiguous) | (same_shape(a, dst) & a.unit & dst.unit)
     b.need(~(same & a.among(QUANTIZED)) | whole, "blocks with gaps are copied only to the same shape")
-    b.need(
-        ~(to_quantized & ~same) | (dst.contiguous & a.unit & (a.ne[:, 0] == dst.ne[:, 0])),
-        "quantising needs whole rows and a result without gaps",
-    )
+    whole = a.unit & dst.unit & (a.ne[:, 0] == dst.ne[:, 0])
+    whole &= dst.contiguous if b.t.is_cpu else same_shape(a, dst) | dst.contiguous
+    b.need(~(to_quantized & ~same) | whole, "quantising needs whole rows and a result without gaps")
     # one block after the other is written as a run of floats, so no run may cross a row of the result
     blocks = dst.contiguous | (dst.ne[:, 0] % 256 == 0) | (dst.ne[:, 0] == a.ne[:, 0])
     b.need(~(from_quantized & ~same) | (dst.unit & blocks), "dequantising needs whole rows in the result")

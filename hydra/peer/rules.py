@@ -46,7 +46,8 @@ class TensorTable:
     type u32[n], ne i64[n,4], nb u64[n,4] bytes, op u32[n], op_params i32[n,16], flags i32[n], src i64[n,10] and
     view_src i64[n] (rows of this table, -1 = none), view_offs u64[n] bytes, buf i64[n] (row of buf_size, -1 = none),
     data u64[n] (bytes from that buffer's start; 0 without one), buf_size u64[nbuf] bytes, nodes i64[k] (rows, in
-    execution order), use_count i32[n] or None where the message carries none.
+    execution order), use_count i32[n] or None where the message carries none. is_cpu: for the CPU device, some of whose
+    kernels take less than those of a GPU.
     """
 
     type: NDArray[np.uint32]
@@ -63,6 +64,7 @@ class TensorTable:
     buf_size: NDArray[np.uint64]
     nodes: Ints
     use_count: NDArray[np.int32] | None = None
+    is_cpu: bool = True
     layout: Layout | None = field(default=None, repr=False)
 
     def __len__(self) -> int:

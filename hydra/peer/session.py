@@ -30,7 +30,7 @@ from hydra.errors import DeviceError, HydraError, PeerError, ProtocolError
 from hydra.ggml import abi
 from hydra.ggml.backend import Backend, Buffer, Device, PinnedMemory, memory
 from hydra.ggml.library import STATUS_SUCCESS, Ggml
-from hydra.peer import ops, rules
+from hydra.peer import indices, ops, rules
 from hydra.peer.graph import Arena, GraphStore
 from hydra.peer.handles import HandleTable
 from hydra.peer.receiver import ConnectionClosed, Receiver
@@ -100,6 +100,7 @@ class Session:
         settings = shared.settings
         self.receiver = Receiver(sock, settings.message_s, settings.min_rate_bytes_s, start)
         self.handles = HandleTable()
+        self.indices = indices.IndexGuard(self._read_back)
         self.stats = CommandStats(settings.timings)
         self.state = State.AWAIT_HELLO
         self.backends: list[Backend | None] = [None] * len(shared.devices)
@@ -306,6 +307,7 @@ class Session:
     def _free_buffer(self, size: int) -> None:
         (handle,) = wire.U64.unpack(self._take(size))
         buffer = self.handles.pop(handle)
+        self.indices.forget_buffer(handle - self.handles.first)
         self._synchronize()
         # Graphs and plans may point into the buffer.
         self._plans.clear()
@@ -318,6 +320,8 @@ class Session:
         handle, value = wire.BUFFER_CLEAR.unpack(self._take(size))
         buffer, _ = self.handles.get(handle)
         self._synchronize()
+        place = self._place(handle)
+        self.indices.wrote(place, place + buffer.size)
         if buffer.size:
             self.ggml.ggml_backend_buffer_clear(buffer.handle, value)
 
@@ -330,10 +334,10 @@ class Session:
         plan = self._plans.get(key)
         if plan is None:
             plan = self._plan_set(key, size)
-        backend, host, window, at, count, cached = plan
+        backend, host, window, at, count, special = plan
         first = start + 9 + wire.SET_TENSOR_HEAD_SIZE
         receiver.pos = first
-        if cached or receiver.end - first < count:
+        if special or receiver.end - first < count:
             self._set_pieces(plan, key)
             return
         receiver.pos = first + count
@@ -350,7 +354,24 @@ class Session:
         count = size - wire.SET_TENSOR_HEAD_SIZE
         buffer, at = self._region(tensor, offset, count)
         host = self._host(buffer)
-        return self._remember(key, (buffer.backend, host, buffer.window, at, count, flag == 1))
+        kind, handle, *_ = wire.TENSOR_REGION.unpack(tensor)
+        place = self._place(handle, at)
+        # What may be kept, and what a graph may use as indices, takes the longer way.
+        special = flag == 1 or kind in indices.INTEGERS or self.indices.watches(place, place + count)
+        return self._remember(key, (buffer.backend, host, buffer.window, at, count, special))
+
+    def _place(self, handle: int, at: int = 0) -> int:
+        return ((handle - self.handles.first) << indices.PLACE_SHIFT) + at
+
+    def _read_back(self, place: int, size: int) -> bytes:
+        """What the device holds there now (hydra.peer.indices)."""
+        handle = self.handles.first + (place >> indices.PLACE_SHIFT)
+        buffer, _ = self.handles.get(handle)
+        data = np.empty(size, dtype=np.uint8)
+        self._synchronize()
+        at = place & ((1 << indices.PLACE_SHIFT) - 1)
+        self.ggml.ggml_backend_tensor_get(buffer.window, data.ctypes.data, at, size)
+        return data.tobytes()
 
     @staticmethod
     def _host(buffer: Buffer) -> memoryview | None:
@@ -360,9 +381,11 @@ class Session:
 
     def _set_pieces(self, plan: tuple[Any, ...], key: bytes) -> None:
         """A payload that is not all here yet, or that may be kept: device copies overlap what follows."""
-        backend, host, window, at, count, cached = plan
+        backend, host, window, at, count, _ = plan
         receiver = self.receiver
-        writer = self._cache_writer(key, count) if cached else None
+        writer = self._cache_writer(key, count) if key[8 + wire.TENSOR_SIZE] == 1 else None
+        kind, handle, *_ = wire.TENSOR_REGION.unpack_from(key, 8)
+        integers = bytearray() if kind in indices.INTEGERS and count <= indices.MAX_NOTE_BYTES else None
         try:
             done = 0
             while done < count:
@@ -381,6 +404,8 @@ class Session:
                     self._mark_queued(backend)
                 if writer is not None:
                     writer.write(piece)
+                if integers is not None:
+                    integers += piece
                 done += size
             if writer is not None:
                 writer.commit()
@@ -388,6 +413,11 @@ class Session:
         finally:
             if writer is not None:
                 writer.abort()
+        place = self._place(handle, at)
+        if integers is None:
+            self.indices.wrote(place, place + count)
+        elif self.indices.note(place, bytes(integers), int(ops.TYPE_SIZE[kind])):
+            self._plans.clear()  # a plan made before this range was known may write over it
 
     def _cache_writer(self, key: bytes, count: int) -> Any:
         """A writer for a weight whose hash this connection has just asked for; None where it cannot be kept."""
@@ -421,6 +451,8 @@ class Session:
         with weight:
             host = self._host(buffer)
             at += offset
+            place = self._place(wire.TENSOR_REGION.unpack(tensor)[1], at)
+            self.indices.wrote(place, place + extent - offset)
             for piece in weight.pieces():
                 if host is not None:
                     host[at : at + len(piece)] = piece
@@ -493,6 +525,8 @@ class Session:
         offset, count, value = wire.MEMSET_TAIL.unpack_from(payload, wire.TENSOR_SIZE)
         buffer, at = self._region(payload[: wire.TENSOR_SIZE], offset, count)
         self._synchronize()
+        place = self._place(wire.TENSOR_REGION.unpack_from(payload)[1], at)
+        self.indices.wrote(place, place + count)
         if count:
             self.ggml.ggml_backend_tensor_memset(buffer.window, value, at, count)
 
@@ -516,6 +550,8 @@ class Session:
         if src_extent != dst_extent:
             raise ProtocolError(f"A copy of a tensor of {src_extent} bytes to one of {dst_extent}.")
         self._synchronize()
+        place = self._place(wire.TENSOR_REGION.unpack_from(payload, wire.TENSOR_SIZE)[1], dst_at)
+        self.indices.wrote(place, place + dst_extent)
         done = True
         if src_extent:
             if src.host and dst.host:
@@ -602,6 +638,9 @@ class Session:
         arena = store.take(payload, self.handles)
         try:
             self._validate(arena, index, backend)
+            if arena.changed is None or len(arena.changed):
+                assert arena.layout is not None  # _validate has set it
+                arena.indices = indices.plan(arena.table(self.handles), arena.layout)
         except HydraError:
             store.last = None
             raise
@@ -620,11 +659,15 @@ class Session:
         self._launch(backend, arena)
 
     def _launch(self, backend: Backend, arena: Arena) -> None:
+        plan = arena.indices
+        assert plan is not None  # _compute has made it
+        self.indices.check(plan)
         status = self.ggml.ggml_backend_graph_compute_async(backend.handle, arena.graph)
         if status != STATUS_SUCCESS:
             raise DeviceError(
                 f"{backend.device.name} could not compute a graph of {arena.shape[0]} nodes (status {status})."
             )
+        self.indices.launched(plan)
         if not backend.is_cpu:
             self._mark_queued(backend)
 
@@ -633,6 +676,7 @@ class Session:
         if arena.changed is not None and not len(arena.changed):
             return
         table = arena.table(self.handles)
+        table.is_cpu = backend.is_cpu
         known = self.shared.topologies
         if arena.moved_only and arena.layout is not None:
             rules.check_placement(table, arena.layout)
