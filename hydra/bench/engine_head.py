@@ -17,7 +17,6 @@ import json
 import sys
 import time
 from typing import Any
-from unittest import mock
 
 from hydra.bench.process import die_with_parent
 from hydra.errors import HydraError
@@ -101,9 +100,7 @@ class Head:
         """Contexts first, then the model."""
         for name, engine in self._engines.items():
             if name != "mtp":
-                if engine._loaded.drafter is not None:
-                    engine._loaded.drafter.close()
-                engine._loaded.target.close()
+                engine.close()
         self._main.close()
 
     def _engine(self, name: str, slots: int = 1) -> Any:
@@ -113,8 +110,6 @@ class Head:
 
     def _another(self, name: str, slots: int) -> Any:
         """An engine of its own contexts on the model that is already loaded."""
-        from hydra.head import engine as engine_module
-        from hydra.head import loading
         from hydra.head.spec import DraftSpec
 
         spec = self._spec
@@ -122,10 +117,7 @@ class Head:
             spec = dataclasses.replace(spec, draft=DraftSpec("none"))
         elif name == "many":
             spec = dataclasses.replace(spec, parallel=slots)
-        loaded = loading._contexts(spec, self._main.model, self._main._loaded.layers)
-        # An engine loads what its spec says; this one's model is loaded already. For this one call, in benchmarks only.
-        with mock.patch.object(engine_module, "load", return_value=loaded):
-            made = engine_module.Engine(spec)
+        made = self._main.shared(spec)
         self._generate(made, {"prompt": 32, "tokens": 8, "seed": 0}, 1)
         return made
 

@@ -22,7 +22,7 @@ from hydra.errors import HydraError, RequestError
 
 from .adaptive import Acceptance, DraftLength
 from .llama import Batch, Context
-from .loading import Loaded, ProgressSink, load, n_threads
+from .loading import Loaded, ProgressSink, load, n_threads, share
 from .sampling import Sampler, SamplingParams, logprobs
 from .slots import Chunk, Done, DraftStats, Event, Failed, Request, Slot
 from .spec import EngineSpec
@@ -33,11 +33,13 @@ MIN_PREFILL_TOKENS = 16
 class Engine:
     """Serves requests with one loaded model. ``close`` frees everything.
 
+    ``loaded``: what another engine's ``shared`` made, to run beside it on the same weights; else the model is loaded.
+
     Raises: see loading.load.
     """
 
-    def __init__(self, spec: EngineSpec, progress: ProgressSink | None = None) -> None:
-        self._loaded: Loaded = load(spec, progress)
+    def __init__(self, spec: EngineSpec, progress: ProgressSink | None = None, loaded: Loaded | None = None) -> None:
+        self._loaded: Loaded = loaded or load(spec, progress)
         self.spec = spec
         self.model = self._loaded.model
         self.vocab = self.model.vocab
@@ -118,6 +120,10 @@ class Engine:
                 yield event
                 if isinstance(event, Done | Failed) and event.id == id:
                     return
+
+    def shared(self, spec: EngineSpec) -> Engine:
+        """Another engine on this one's model, with contexts of its own; close it before this one."""
+        return Engine(spec, loaded=share(self._loaded, spec))
 
     def embed(self, tokens: Sequence[int]) -> list[float]:
         """The mean-pooled embedding of a text, in a context of its own that lives for this call.

@@ -56,12 +56,14 @@ class Loaded:
     layers: dict[str, int]
     memory_use: dict[str, dict[str, int]]
     notes: list[str] = field(default_factory=list)
+    owns_model: bool = True
 
     def close(self) -> None:
         if self.drafter is not None:
             self.drafter.close()
         self.target.close()
-        self.model.close()
+        if self.owns_model:
+            self.model.close()
 
 
 def n_threads(asked: int) -> int:
@@ -94,6 +96,16 @@ def load(spec: EngineSpec, progress: ProgressSink | None = None) -> Loaded:
     used = _account(contexts, place)
     return Loaded(spec, model, contexts.target, _drafter(spec, contexts), layers,
                   {node: use.to_dict() for node, use in used.by_node.items()}, contexts.notes)
+
+
+def share(loaded: Loaded, spec: EngineSpec) -> Loaded:
+    """Contexts of their own, as ``spec`` says, on a model that is loaded already and stays its first owner's.
+
+    Raises: DeviceError when there is no memory for them.
+    """
+    contexts = _open_contexts(spec, loaded.model)
+    return Loaded(spec, loaded.model, contexts.target, _drafter(spec, contexts), loaded.layers, loaded.memory_use,
+                  contexts.notes, owns_model=False)
 
 
 def estimate(spec: EngineSpec, place: Placement) -> memory.Estimate:
