@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import time
+import urllib.request
 from pathlib import Path
 
 import pytest
 
 from hydra import config, security
-from hydra.commands.child import free_ports
+from hydra.commands.child import NodeProcess, free_ports
 from hydra.commands.links import Links, link_settings, probe_context
 from hydra.commands.translate import engine_spec
 from hydra.errors import ConfigError
 from hydra.model_file import ModelFile
+from hydra.rpc.client import Client
+from tests.test_cli_up import until
 
 TOML = """\
 [model]
@@ -34,6 +38,7 @@ name = "mini"
 role = "peer"
 host = "127.0.0.1"
 port = {port}
+device = "CPU"
 layers = 1
 """
 
@@ -84,3 +89,22 @@ def test_a_link_that_dies_comes_back_on_its_port(tmp_path):
     finally:
         links.stop()
     assert again.poll() is not None and links.endpoints == {}
+
+
+def test_a_peer_tells_its_figures_while_a_link_is_connected(tmp_path):
+    """Through `hydra up` and the link that its head would start; /stats asks the device worker about this connection."""
+    cfg = load(tmp_path, link__enabled=True)
+    with NodeProcess(cfg.path, "mini") as peer:
+        until(peer, cfg.peers[0].port, 200, "ok")
+        links = Links(cfg).start()
+        host, port = links.endpoints["mini"].split(":")
+        client = Client(host, int(port), timeout_s=30.0)
+        try:
+            url = f"http://127.0.0.1:{cfg.peers[0].port}/stats"
+            with urllib.request.urlopen(url, timeout=10) as reply:
+                told = json.load(reply)
+            assert [row["options"]["nodelay"] for row in told["connections"]] == [1]
+            assert until(peer, cfg.peers[0].port, 200, "ok")["restarts"] == 0
+        finally:
+            client.close()
+            links.stop()

@@ -110,6 +110,10 @@ class LinkSocket:
         words = text.encode()[: frames.MAX_FAULT_BYTES]
         self._write((down_head(Down.FAULT, len(words)), words))
 
+    @property
+    def family(self) -> int:
+        return self.sock.family
+
     def getsockopt(self, level: int, option: int, size: int = 0) -> int | bytes:
         return self.sock.getsockopt(level, option, size) if size else self.sock.getsockopt(level, option)
 
