@@ -100,7 +100,6 @@ def run(spec: HeadSpec) -> HeadResult:
     shape = loading.read_shape(spec.model)
     devices: list[llama.Device] = []
     split: list[float] = []
-    use_gpu = False
     if spec.peer:
         count = shape.n_layer if spec.peer_layers < 0 else spec.peer_layers
         peer = llama.register_peer(spec.peer)
@@ -128,6 +127,9 @@ def run(spec: HeadSpec) -> HeadResult:
         )
         result.load_s = time.perf_counter() - began
     with model:
+        if spec.peer and not spec.everything_on_peer:
+            nodes = {devices[0].name: "peer", **{device.name: "head" for device in devices[1:]}}
+            placement.verify(result.layers, model.log.layers, nodes, shape.n_layer, "head")
         measures = bool(spec.prompts or spec.decode_tokens or spec.verify_steps)
         if measures:
             _measure(spec, model, result)
