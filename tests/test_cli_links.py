@@ -92,7 +92,7 @@ def test_a_link_that_dies_comes_back_on_its_port(tmp_path):
 
 
 def test_a_peer_tells_its_figures_while_a_link_is_connected(tmp_path):
-    """Through `hydra up` and the link that its head would start; /stats asks the device worker about this connection."""
+    """Through `hydra up` and the link that its head would start; /stats asks the device worker about it."""
     cfg = load(tmp_path, link__enabled=True)
     with NodeProcess(cfg.path, "mini") as peer:
         until(peer, cfg.peers[0].port, 200, "ok")
