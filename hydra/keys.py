@@ -137,6 +137,7 @@ class NodeConfig:
     threads: int = _key(0, "int", "CPU threads where the device is the CPU. 0 = physical cores.", low=0)
     gpu: str = _key("", "str", "What the card is, for `hydra doctor` to compare (part of its name is enough).")
     memory_gib: float = _key(0.0, "float", "Device memory that may be used. 0 = what the device reports.", low=0)
+    bandwidth_gbs: float = _key(0.0, "float", "Memory bandwidth in GB/s for `hydra plan`. 0 = from its table.", low=0)
 
     @property
     def endpoint(self) -> str:
