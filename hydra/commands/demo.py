@@ -92,7 +92,7 @@ def run(prompt: str, n_tokens: int, peer_layers: int, model: str, device: str, *
                  f"peer, {on_head} on the head, over loopback.")
     with tempfile.TemporaryDirectory(prefix="hydra-demo-") as folder:
         peer_port, api_port = free_ports(2)
-        threads = max(1, (os.cpu_count() or 2) // 2)
+        threads = max(1, len(os.sched_getaffinity(0)) // 2)
         values = {"path": json.dumps(str(path.absolute())), "ctx_size": 2048, "threads": threads, "api_port": api_port,
                   "device": device, "peer_port": peer_port, "peer_layers": on_peer}
         split, local = Path(folder) / "hydra.toml", Path(folder) / "local.toml"

@@ -91,6 +91,10 @@ class HeadView:
             log.info("%s", line)
         host = f"[{head.api_host}]" if ":" in head.api_host else head.api_host
         log.info("Serving http://%s:%d/v1; talk to it with `hydra chat`. Ctrl-C stops it.", host, head.api_port)
+        if not self.served and console.err().is_terminal:
+            key = ' -H "Authorization: Bearer $HYDRA_API_KEY"' if head.api_key else ""
+            console.note(f"  curl http://{host}:{head.api_port}/v1/chat/completions{key} "
+                         """-d '{"messages":[{"role":"user","content":"Hello"}]}'""")
         self.served = True
 
     def close(self) -> None:
