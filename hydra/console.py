@@ -127,6 +127,14 @@ def marked(mark: str, style: str, text: str) -> None:
     out().print(Padding(grid, (0, 0, 0, 2)))
 
 
+def clipboard(text: str) -> None:
+    """Give text to the terminal's clipboard (OSC 52); terminals that do not allow it ignore it."""
+    if err().is_terminal:
+        import base64
+
+        write_note(f"\x1b]52;c;{base64.b64encode(text.encode()).decode()}\x07")
+
+
 def clear_screen() -> None:
     """Start at the top again, where there is a screen."""
     if out().is_terminal:

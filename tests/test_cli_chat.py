@@ -129,7 +129,7 @@ def test_slash_commands():
     talk.turns.append({"role": "user", "content": "y"})
     assert chat.command("/clear", talk) and not talk.turns
     for name in chat_terminal.COMMANDS:
-        if name != "/set":
+        if name not in ("/set", "/read", "/save", "/load"):
             chat.command(name, talk)
         assert name in chat.HELP
     for bad in ("/set nonsense 1", "/set top_k x", "/nonsense"):
@@ -189,3 +189,43 @@ def test_ps(capsys, head):
     assert cli.run(["ps", "--url", head.url, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["nodes"][1]["name"] == "mini"
     assert cli.run(["ps", "--url", "http://127.0.0.1:9"]) == 5
+
+
+def test_files_of_a_conversation(tmp_path):
+    talk = chat.Conversation("Be kind.", {"top_k": 3}, [{"role": "user", "content": "q"}])
+    assert "1 messages" in str(chat.command(f"/save {tmp_path}/talk.json", talk))
+    other = chat.Conversation()
+    assert "1 messages" in str(chat.command(f"/load {tmp_path}/talk.json", other))
+    assert (other.system, other.params, other.turns) == (talk.system, talk.params, talk.turns)
+    (tmp_path / "notes.txt").write_text("some notes")
+    assert "10 characters" in str(chat.command(f"/read {tmp_path}/notes.txt", other))
+    other.ask("What do they say?")
+    other.ask("Next.")
+    assert [turn["content"] for turn in other.turns] == ["q", "notes.txt:\nsome notes\n\nWhat do they say?", "Next."]
+    (tmp_path / "bad.json").write_text('{"messages": 3}')
+    (tmp_path / "latin").write_bytes(b"\xe9")
+    for bad in ("/read", f"/read {tmp_path}/none", f"/read {tmp_path}/latin", f"/load {tmp_path}/bad.json",
+                f"/load {tmp_path}/notes.txt", f"/save {tmp_path}"):
+        with pytest.raises(HydraError) as caught:
+            chat.command(bad, other)
+        assert caught.value.hint
+    assert len(other.turns) == 3
+
+
+def test_again_and_edited(monkeypatch, tmp_path, capsys):
+    turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    talk = chat.Conversation(turns=list(turns))
+    assert chat_terminal.again("/copy", talk) is False and talk.turns == turns
+    assert chat_terminal.again("/regen", talk) is True and talk.turns == turns[:1]
+    talk = chat.Conversation(turns=list(turns))
+    monkeypatch.setenv("EDITOR", "true")
+    assert chat_terminal.again("/edit", talk) is False and talk.turns == turns, "unchanged: nothing is asked"
+    script = tmp_path / "editor"
+    script.write_text('#!/bin/sh\nprintf "better question\\n" > "$1"\n')
+    script.chmod(0o755)
+    monkeypatch.setenv("EDITOR", str(script))
+    assert chat_terminal.again("/edit", talk) is True and talk.turns == [{"role": "user", "content": "better question"}]
+    monkeypatch.setenv("EDITOR", "no-such-editor")
+    with pytest.raises(HydraError, match="no-such-editor"):
+        chat_terminal.again("/edit", talk)
+    assert chat_terminal.again("/regen", chat.Conversation()) is False

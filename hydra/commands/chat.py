@@ -5,6 +5,7 @@ The answer goes to stdout, and nothing else does; reasoning, waits and figures g
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import time
@@ -30,6 +31,10 @@ HELP = """\
 /set NAME VALUE    {names}
 /show              what is set
 /regen             answer the last question again
+/edit              change the last question in $EDITOR and ask again
+/read FILE         put a text file before the next question
+/save FILE         keep the conversation; /load FILE takes it up again
+/copy              put the last answer on the clipboard (of terminals that allow it)
 /stats             figures of the last answer
 /bye, /exit        leave (or Ctrl-D); Ctrl-C stops an answer; Alt-Enter or \"\"\" … \"\"\" for several lines""".format(
     names=", ".join(PARAMETERS))
@@ -43,6 +48,17 @@ class Conversation:
     params: dict[str, Any] = field(default_factory=dict)
     turns: list[dict[str, str]] = field(default_factory=list)
     last: dict[str, Any] = field(default_factory=dict)
+    attached: str = ""
+    """Text of /read, for the next question."""
+
+    def ask(self, question: str) -> None:
+        """Add a question, with what was attached before it."""
+        self.turns.append({"role": "user", "content": "\n\n".join(part for part in (self.attached, question) if part)})
+        self.attached = ""
+
+    def last_of(self, role: str) -> str:
+        """The newest message of that role, or an empty text."""
+        return next((turn["content"] for turn in reversed(self.turns) if turn["role"] == role), "")
 
     def messages(self) -> list[dict[str, str]]:
         return [*([{"role": "system", "content": self.system}] if self.system else []), *self.turns]
@@ -88,7 +104,7 @@ def run(prompt: str, file: str | None, url: str, system: str, params: Mapping[st
 
             converse(head, talk, think=think, stats=stats)
             return
-        talk.turns.append({"role": "user", "content": question})
+        talk.ask(question)
         text, reasoning = show_answer(head.chat(talk.messages(), talk.params), talk, think=think, quiet=as_json)
         if as_json:
             console.result_json({"text": text, "reasoning": reasoning or None, **talk.last})
@@ -188,8 +204,36 @@ def command(line: str, talk: Conversation) -> str | None:
     if name == "/show":
         shown = [f"{key} = {value}" for key, value in talk.params.items()] or ["all parameters are the head's own"]
         return "\n".join([f"system: {talk.system or '-'}", *shown, f"{len(talk.turns)} messages so far"])
+    if name in ("/read", "/save", "/load"):
+        return _file_command(name, rest, talk)
     if name == "/stats":
         return figures(talk.last)
-    if name in ("/bye", "/exit", "/regen"):
+    if name in ("/bye", "/exit", "/regen", "/edit", "/copy"):
         return None
     raise HydraError(f"There is no command {name}.", "/help lists them.")
+
+
+def _file_command(name: str, rest: str, talk: Conversation) -> str:
+    """/read, /save and /load. Raises: HydraError for a file that cannot be used; the conversation is then unchanged."""
+    if not rest:
+        raise HydraError(f"{name} needs a file.", f"Write {name} FILE.")
+    path = Path(rest).expanduser()
+    try:
+        if name == "/read":
+            text = path.read_text(encoding="utf-8")
+            talk.attached = "\n\n".join(part for part in (talk.attached, f"{path.name}:\n{text}") if part)
+            return f"{path.name} ({len(text)} characters) goes before the next question."
+        if name == "/save":
+            kept = {"system": talk.system, "params": talk.params, "messages": talk.turns}
+            path.write_text(json.dumps(kept, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
+            return f"Saved {len(talk.turns)} messages to {path}."
+        kept = json.loads(path.read_text(encoding="utf-8"))
+        turns = [{"role": str(turn["role"]), "content": str(turn["content"])} for turn in kept["messages"]]
+        params = {key: value for key, value in dict(kept.get("params") or {}).items() if key in PARAMETERS}
+        talk.system, talk.params, talk.turns = str(kept.get("system") or ""), params, turns
+        return f"Loaded {len(turns)} messages from {path}."
+    except OSError as error:
+        raise HydraError(f"{path}: {error.strerror}.", "Check the path.") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        what = "a saved conversation" if name == "/load" else "a text file (UTF-8)"
+        raise HydraError(f"{path} is not {what}.", "Name another file.") from error

@@ -5,7 +5,12 @@ Knows keys and the screen; what is said and asked is hydra/commands/chat.py.
 
 from __future__ import annotations
 
+import os
+import shlex
+import subprocess
+import tempfile
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 from prompt_toolkit import PromptSession
 from prompt_toolkit.completion import WordCompleter
@@ -18,7 +23,8 @@ from .chat import Conversation, command, figures, history_file, show_answer
 from .chat_client import HeadClient, Piece
 
 PROMPT, MORE, FENCE = ">>> ", "... ", '"""'
-COMMANDS = ["/help", "/clear", "/system", "/set", "/show", "/regen", "/stats", "/bye", "/exit"]
+COMMANDS = ["/help", "/clear", "/system", "/set", "/show", "/regen", "/edit", "/read", "/save", "/load",
+            "/copy", "/stats", "/bye", "/exit"]
 
 
 def converse(head: HeadClient, talk: Conversation, *, think: bool, stats: bool) -> None:
@@ -46,12 +52,52 @@ def converse(head: HeadClient, talk: Conversation, *, think: bool, stats: bool) 
             if told is not None:
                 console.note(told)
                 continue
-            if not _drop_last_answer(talk):
-                console.note("There is no question to answer again.")
+            try:
+                if not again(line, talk):
+                    continue
+            except HydraError as error:
+                console.error(error.message, error.hint)
                 continue
         else:
-            talk.turns.append({"role": "user", "content": line})
+            talk.ask(line)
         answer(head, talk, think=think, stats=stats)
+
+
+def again(line: str, talk: Conversation) -> bool:
+    """/copy, /regen and /edit. True where the last question is to be asked (again)."""
+    if line == "/copy":
+        last = talk.last_of("assistant")
+        console.clipboard(last)
+        console.note(f"{len(last)} characters given to the terminal." if last else "There is no answer yet.")
+        return False
+    question = talk.last_of("user")
+    if not question:
+        console.note("There is no question to ask again.")
+        return False
+    if line == "/edit":
+        changed = edited(question)
+        if changed in ("", question):
+            console.note("Left as it was.")
+            return False
+        question = changed
+    _drop_last_answer(talk)
+    talk.turns[-1]["content"] = question
+    return True
+
+
+def edited(text: str) -> str:
+    """The text after $VISUAL or $EDITOR had it. Raises: HydraError where that cannot be run."""
+    editor = os.environ.get("VISUAL") or os.environ.get("EDITOR") or "vi"
+    with tempfile.NamedTemporaryFile("w+", suffix=".md", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        try:
+            subprocess.run([*shlex.split(editor), file.name], check=True)
+        except (OSError, subprocess.CalledProcessError) as error:
+            raise HydraError(f"The editor {editor!r} failed: {error}.",
+                             "Set EDITOR to one that is installed.") from error
+        # Editors that write a new file and rename it leave ours behind: read by name.
+        return Path(file.name).read_text(encoding="utf-8").strip("\n")
 
 
 def read(ask: Callable[[str], str]) -> str:
@@ -96,11 +142,10 @@ def answer(head: HeadClient, talk: Conversation, *, think: bool, stats: bool) ->
         console.note(figures(talk.last))
 
 
-def _drop_last_answer(talk: Conversation) -> bool:
-    """For /regen: back to the last question. False where there is none."""
-    while talk.turns and talk.turns[-1]["role"] == "assistant":
+def _drop_last_answer(talk: Conversation) -> None:
+    """Back to the last question."""
+    while talk.turns and talk.turns[-1]["role"] != "user":
         talk.turns.pop()
-    return bool(talk.turns)
 
 
 def _history() -> History:
