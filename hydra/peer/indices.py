@@ -29,6 +29,7 @@ from hydra.peer.rules import Layout, TensorTable
 PLACE_SHIFT = 48
 MAX_NOTE_BYTES = 1 << 20
 MAX_NOTES = 256
+_FEW_BYTES = 256  # up to here Python's own min and max are faster than numpy's
 INTEGERS = frozenset((I32, I64))
 
 # operation -> (source that holds the indices, source whose rows they number, its dimension)
@@ -66,18 +67,35 @@ class IndexPlan:
     uses: list[IndexUse]
     writes: NDArray[np.int64]
     version: int = -1
-    spoils: list[_Note] = field(default_factory=list)
+    spoils: list[Note] = field(default_factory=list)
+    sources: list[tuple[IndexUse, Note]] = field(default_factory=list)
+    unknown: bool = True
 
 
-class _Note:
+class Note:
     """What the client last wrote to [start, end); ``values`` is None once something else may have written there."""
 
-    __slots__ = ("end", "high", "low", "start", "values")
+    __slots__ = ("end", "high", "low", "others", "start", "values")
 
     def __init__(self, start: int, end: int) -> None:
         self.start, self.end = start, end
         self.values: bytes | None = None
         self.low = self.high = 0
+        self.others: list[Note] = []  # notes of other ranges that overlap this one
+
+    def write(self, data: bytes, item_bytes: int) -> None:
+        """The client wrote exactly this range: a decode step's few numbers, most often those of the step before."""
+        for other in self.others:
+            other.values = None
+        if data == self.values:
+            return
+        if len(data) <= _FEW_BYTES:
+            few = memoryview(data).cast("i" if item_bytes == 4 else "q").tolist()
+            self.low, self.high = min(few), max(few)
+        else:
+            array = np.frombuffer(data, np.int32 if item_bytes == 4 else np.int64)
+            self.low, self.high = int(array.min()), int(array.max())
+        self.values = data
 
 
 class IndexGuard:
@@ -88,7 +106,7 @@ class IndexGuard:
 
     def __init__(self, read: Callable[[int, int], bytes]) -> None:
         self._read = read
-        self._notes: list[_Note] = []  # sorted by start; they may overlap
+        self._notes: list[Note] = []  # sorted by start; they may overlap
         self._starts: list[int] = []
         self._longest = 0
         self.version = 0
@@ -97,7 +115,7 @@ class IndexGuard:
         """Whether a write there could change a note."""
         return any(True for _ in self._overlapping(start, end))
 
-    def _overlapping(self, start: int, end: int) -> list[_Note]:
+    def _overlapping(self, start: int, end: int) -> list[Note]:
         low = bisect.bisect_left(self._starts, start - self._longest)
         high = bisect.bisect_left(self._starts, end)
         return [note for note in self._notes[low:high] if note.end > start]
@@ -105,29 +123,29 @@ class IndexGuard:
     def note(self, start: int, data: bytes, item_bytes: int) -> bool:
         """The client wrote these integers; whether it is the first time for exactly this range."""
         end = start + len(data)
-        known = None
-        for note in self._overlapping(start, end):
-            if note.start == start and note.end == end:
-                known = note
-            else:
-                note.values = None
         if len(data) > MAX_NOTE_BYTES or not data or len(data) % item_bytes:
-            if known is not None:
-                known.values = None
+            self.wrote(start, end)
             return False
+        known = self.find(start, end)
         fresh = known is None
         if known is None:
             known = self._add(start, end)
-        array = np.frombuffer(data, np.int32 if item_bytes == 4 else np.int64)
-        known.values, known.low, known.high = data, int(array.min()), int(array.max())
+        known.write(data, item_bytes)
         return fresh
 
-    def _add(self, start: int, end: int) -> _Note:
+    def find(self, start: int, end: int) -> Note | None:
+        """The note of exactly this range."""
+        return next((n for n in self._overlapping(start, end) if n.start == start and n.end == end), None)
+
+    def _add(self, start: int, end: int) -> Note:
         if len(self._notes) >= MAX_NOTES:
             self._notes.clear()
             self._starts.clear()
         at = bisect.bisect_right(self._starts, start)
-        note = _Note(start, end)
+        note = Note(start, end)
+        note.others = self._overlapping(start, end)
+        for other in note.others:
+            other.others.append(note)
         self._notes.insert(at, note)
         self._starts.insert(at, start)
         self._longest = max(self._longest, end - start)
@@ -148,6 +166,14 @@ class IndexGuard:
 
     def check(self, plan: IndexPlan) -> None:
         """Before a launch. Raises: ProtocolError for an index out of range, naming node, operation and numbers."""
+        if plan.version != self.version:
+            self._bind(plan)
+        for use, note in plan.sources:
+            if note.values is None or note.low < 0 or note.high >= use.limit:
+                break
+        else:
+            if not plan.unknown:
+                return  # every step of a decode ends here
         for use in plan.uses:
             values, within = self._known(use)
             if values is None:
@@ -165,6 +191,23 @@ class IndexGuard:
                     _HINT,
                 )
 
+    def _bind(self, plan: IndexPlan) -> None:
+        """Which notes a plan's uses read and its nodes write over; good until there is another note."""
+        plan.version = self.version
+        plan.sources = []
+        for use in plan.uses:
+            end = use.place + use.size_bytes
+            note = next((n for n in self._overlapping(use.place, end) if n.start <= use.place and n.end >= end), None)
+            if note is not None:
+                plan.sources.append((use, note))
+        plan.unknown = len(plan.sources) < len(plan.uses)
+        starts, ends = plan.writes
+        plan.spoils = [
+            note
+            for note in self._notes
+            if (low := int(np.searchsorted(ends, note.start, "right"))) < len(starts) and starts[low] < note.end
+        ]
+
     def _known(self, use: IndexUse) -> tuple[bytes | None, int]:
         """(values, offset of the use in them): offset -1 where the whole note is in range; (None, 0) where unknown."""
         end = use.place + use.size_bytes
@@ -178,13 +221,7 @@ class IndexGuard:
     def launched(self, plan: IndexPlan) -> None:
         """After a launch: what the graph wrote over is not known any more."""
         if plan.version != self.version:
-            plan.version = self.version
-            starts, ends = plan.writes
-            plan.spoils = [
-                note
-                for note in self._notes
-                if (low := int(np.searchsorted(ends, note.start, "right"))) < len(starts) and starts[low] < note.end
-            ]
+            self._bind(plan)
         for note in plan.spoils:
             note.values = None
 

@@ -100,13 +100,12 @@ class Receiver:
         if self.pos + count > self.capacity:
             self._wrap()
         deadline = time.monotonic() + self.message_s + count / self.min_rate
-        while self.end - self.pos < count:
+        while (missing := count - (self.end - self.pos)) > 0:
             got = self._recv(self._room())
             if got > 0:
                 self.end += got
-                if self.end - self.pos >= count:
-                    return
-            self._check(got, deadline, count - (self.end - self.pos))
+            else:
+                self._check(got, deadline, missing)
 
     def into(self, target: memoryview) -> None:
         """Fills target: what lies in the buffer first, the rest straight from the socket."""

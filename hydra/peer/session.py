@@ -334,13 +334,15 @@ class Session:
         plan = self._plans.get(key)
         if plan is None:
             plan = self._plan_set(key, size)
-        backend, host, window, at, count, special = plan
+        backend, host, window, at, count, special, note, item_bytes = plan
         first = start + 9 + wire.SET_TENSOR_HEAD_SIZE
         receiver.pos = first
         if special or receiver.end - first < count:
             self._set_pieces(plan, key)
             return
         receiver.pos = first + count
+        if note is not None:
+            note.write(bytes(receiver.data[first : first + count]), item_bytes)
         if host is not None:
             host[at : at + count] = receiver.data[first : first + count]
         elif count:
@@ -356,9 +358,14 @@ class Session:
         host = self._host(buffer)
         kind, handle, *_ = wire.TENSOR_REGION.unpack(tensor)
         place = self._place(handle, at)
-        # What may be kept, and what a graph may use as indices, takes the longer way.
-        special = flag == 1 or kind in indices.INTEGERS or self.indices.watches(place, place + count)
-        return self._remember(key, (buffer.backend, host, buffer.window, at, count, special))
+        # What may be kept, and what a graph may use as indices, takes the longer way; but a range that was noted before
+        # (the same inputs, step after step) only has its note rewritten.
+        note = self.indices.find(place, place + count) if kind in indices.INTEGERS else None
+        special = flag == 1 or (
+            note is None and (kind in indices.INTEGERS or self.indices.watches(place, place + count))
+        )
+        item_bytes = int(ops.TYPE_SIZE[kind])
+        return self._remember(key, (buffer.backend, host, buffer.window, at, count, special, note, item_bytes))
 
     def _place(self, handle: int, at: int = 0) -> int:
         return ((handle - self.handles.first) << indices.PLACE_SHIFT) + at
@@ -381,7 +388,7 @@ class Session:
 
     def _set_pieces(self, plan: tuple[Any, ...], key: bytes) -> None:
         """A payload that is not all here yet, or that may be kept: device copies overlap what follows."""
-        backend, host, window, at, count, _ = plan
+        backend, host, window, at, count, *_ = plan
         receiver = self.receiver
         writer = self._cache_writer(key, count) if key[8 + wire.TENSOR_SIZE] == 1 else None
         kind, handle, *_ = wire.TENSOR_REGION.unpack_from(key, 8)
