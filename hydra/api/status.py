@@ -164,6 +164,7 @@ def _peer_node(head: HeadState, peer: dict[str, Any]) -> dict[str, Any]:
     health, layers = peer.get("health") or {}, head.supervisor.info.get("layers") or {}
     devices = health.get("devices") or []
     first = devices[0] if devices else {}
+    used, total = _memory(first)
     return {
         "name": peer["name"],
         "role": "peer",
@@ -173,8 +174,8 @@ def _peer_node(head: HeadState, peer: dict[str, Any]) -> dict[str, Any]:
         "layers": layers.get(peer["name"]),
         "devices": devices,
         "device": (first.get("description") or first.get("name")) if isinstance(first, dict) else str(first),
-        "memory_used": _used(first),
-        "memory_total": first.get("total") or first.get("memory_total") if isinstance(first, dict) else None,
+        "memory_used": used,
+        "memory_total": total,
         "rtt_ms": peer.get("rtt_ms"),
         "restarts": health.get("restarts"),
         "uptime_s": health.get("uptime_s"),
@@ -182,11 +183,12 @@ def _peer_node(head: HeadState, peer: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _used(device: Any) -> int | None:
-    if not isinstance(device, dict):
-        return None
-    total, free = device.get("total") or device.get("memory_total"), device.get("free") or device.get("memory_free")
-    return int(total) - int(free) if total is not None and free is not None else None
+def _memory(device: Any) -> tuple[int | None, int | None]:
+    """(used, total) in bytes of a device as a hydra peer's /health has it: `memory` is [free, total]."""
+    memory = device.get("memory") if isinstance(device, dict) else None
+    if not isinstance(memory, list) or len(memory) != 2:
+        return None, None
+    return int(memory[1]) - int(memory[0]), int(memory[1])
 
 
 def _request(stream: Any) -> dict[str, Any]:
