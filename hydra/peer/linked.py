@@ -23,7 +23,8 @@ from hydra.link import frames
 from hydra.link.deltas import Decoder, down_head, narrow
 from hydra.link.frames import Down, Hello
 from hydra.peer.receiver import Receiver
-from hydra.peer.session import Session, SharedState
+from hydra.peer.session import Session
+from hydra.peer.shared import SharedState
 
 RAW_BYTES = 256 << 10
 # A PLAIN frame with this much to come is received where it belongs, not through the frame buffer.

@@ -32,8 +32,9 @@ from hydra.errors import HydraError
 from hydra.ggml import abi, library
 from hydra.ggml.backend import memory, pick_device
 from hydra.peer.linked import LinkedSession
-from hydra.peer.session import Session, SharedState
+from hydra.peer.session import Session
 from hydra.peer.settings import PeerSettings
+from hydra.peer.shared import SharedState
 from hydra.peer.sockets import read_options
 from hydra.peer.stats import CommandStats, summary
 from hydra.peer.weights import WeightCache
