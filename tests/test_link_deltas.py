@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import struct
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from hydra.errors import ProtocolError
 from hydra.link import deltas, frames
 from hydra.link.deltas import Decoder, Encoder
 from hydra.link.frames import Flag, Hello, Up
-from hydra.rpc import messages
+from hydra.rpc import messages, wire
 from hydra.rpc.connection import pack_request
 from hydra.rpc.wire import Command
 
@@ -26,7 +27,7 @@ def set_tensor(data: bytes, *, buffer: int = 7, address: int = 1 << 44, flag: in
 
 
 def graph(n: int, mark: int = 0) -> bytes:
-    rows = np.concatenate([np.frombuffer(messages.tensor_bytes(id=i + 1, flags=mark), dtype=messages.wire.RPC_TENSOR)
+    rows = np.concatenate([np.frombuffer(messages.tensor_bytes(id=i + 1, flags=mark), dtype=wire.RPC_TENSOR)
                            for i in range(n)])  # fmt: skip
     return pack_request(Command.GRAPH_COMPUTE, messages.GraphCompute(0, list(range(1, n + 1)), rows).pack())
 
@@ -45,13 +46,13 @@ class Pair:
     def send(self, message: bytes) -> tuple[bytes, int]:
         """(what comes out, bytes on the wire)."""
         data = np.frombuffer(bytearray(message), dtype=np.uint8)
-        self.encoder.encode(memoryview(data), data.ctypes.data)
-        wire = b"".join(self.encoder.out)
-        assert len(wire) == self.encoder.out_bytes
+        self.encoder.encode(memoryview(data.data), data.ctypes.data)
+        sent = b"".join(self.encoder.out)
+        assert len(sent) == self.encoder.out_bytes
         self.encoder.clear()
-        return self.decode(wire), len(wire)
+        return self.decode(sent), len(sent)
 
-    def decode(self, wire: bytes) -> bytes:
+    def decode(self, sent: bytes) -> bytes:
         """In reads and into rooms of random sizes, like a socket and a session's buffer."""
         raw = memoryview(bytearray(1 << 16))
         out = bytearray()
@@ -62,14 +63,14 @@ class Pair:
             out += room[:written]
             if written:
                 continue
-            if at == len(wire):
+            if at == len(sent):
                 assert pos == end and self.decoder.between
                 return bytes(out)
             rest = bytes(raw[pos:end])
             raw[: len(rest)] = rest
             pos, end = 0, len(rest)
-            step = min(self.random.choice((1, 2, 5, 300, 60000)), len(wire) - at, len(raw) - end)
-            raw[end : end + step] = wire[at : at + step]
+            step = min(self.random.choice((1, 2, 5, 300, 60000)), len(sent) - at, len(raw) - end)
+            raw[end : end + step] = sent[at : at + step]
             at, end = at + step, end + step
 
 
@@ -137,7 +138,12 @@ def test_what_changes_everywhere_is_sent_whole_and_seldom_searched(monkeypatch: 
     pair = Pair()
     searched = []
     original = Encoder._ranges
-    monkeypatch.setattr(Encoder, "_ranges", lambda self, *a: searched.append(1) or original(self, *a))
+
+    def counted(self: Encoder, *arguments: Any) -> Any:
+        searched.append(1)
+        return original(self, *arguments)
+
+    monkeypatch.setattr(Encoder, "_ranges", counted)
     rng = random.Random(5)
     for _ in range(100):
         message = set_tensor(rng.randbytes(20480))
@@ -176,7 +182,7 @@ def test_freeing_a_buffer_drops_what_was_kept_of_it_at_both_ends() -> None:
 
 
 def test_store_bytes_are_given_back() -> None:
-    held = []
+    held: list[int] = []
     pair = Pair()
     pair.decoder._take = held.append
     for _ in range(3):

@@ -78,7 +78,7 @@ class LinkProcess:
             self.process.stdin.write(b"stats\n")
             self.process.stdin.flush()
             return self._stats.get(timeout=_STATS_S)
-        except (OSError, queue.Empty) as exc:
+        except (OSError, ValueError, queue.Empty) as exc:  # ValueError: stopped already
             raise PeerError(f"The link to peer {self.settings.name} does not answer.") from exc
 
     def stop(self) -> None:
