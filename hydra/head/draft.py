@@ -34,8 +34,10 @@ class Drafter(Protocol):
     n_max: int
     needs_hidden: bool
 
-    def filled(self, slot: int, tokens: Sequence[int], first: int) -> None:
-        """The target decoded prompt tokens; the first is number ``first`` of its batch."""
+    def filled(self, slot: int, tokens: Sequence[int], first: int, following: int | None) -> None:
+        """The target decoded prompt tokens; the first is number ``first`` of its batch; ``following`` comes after
+        them.
+        """
 
     def flush(self) -> None:
         """The target batch that ``filled`` spoke of ends here."""
@@ -63,6 +65,7 @@ class _Seat:
         self.fed = 0
         self.n = 0
         self.ahead = False
+        self.dirty = False
         self.tokens = np.zeros(capacity, np.int32)
         self.rows: Rows = np.zeros((capacity, n_embd), np.float32)
         self.pending: Rows = np.zeros(n_embd, np.float32)
@@ -71,35 +74,58 @@ class _Seat:
 class MtpDrafter:
     """Drafts with the MTP block in ``context`` (made with ``mtp_of=target``), for ``n_slots`` slots.
 
-    ``context`` must take batches of ``batch_capacity`` tokens.
+    ``context`` must take batches of ``batch_capacity`` tokens. ``piece``: how many tokens it decodes at once when a
+    prompt is read (the ubatch). With ``p_min`` 0 the context must have been made ``greedy``: guesses then come from the
+    device.
     """
 
     name = "mtp"
     needs_hidden = True
 
-    def __init__(self, target: Context, context: Context, *, n_slots: int, n_batch: int, n_max: int,
+    def __init__(self, target: Context, context: Context, *, n_slots: int, piece: int, n_max: int,
                  p_min: float) -> None:
         self.n_max = n_max
         self._p_min = p_min
+        self._piece = piece
         self._target = target
         self._context = context
         n_embd = target.model.n_embd
         self._capacity = queue_capacity(n_max)
-        self._batch = Batch(batch_capacity(n_slots, n_batch, n_max), n_embd)
+        self._batch = Batch(batch_capacity(n_slots, piece, n_max), n_embd)
         self._seats = [_Seat(n_embd, self._capacity) for _ in range(n_slots)]
         target.use_nextn(masked=False)
         context.use_nextn(masked=True)
 
-    def filled(self, slot: int, tokens: Sequence[int], first: int) -> None:
-        seat = self._seats[slot]
+    def filled(self, slot: int, tokens: Sequence[int], first: int, following: int | None) -> None:
+        seat, batch, count = self._seats[slot], self._batch, len(tokens)
+        if batch.n + seat.n + 1 + min(count, self._piece) > batch.capacity:
+            self.flush()
         self._drain(slot)
-        batch, count = self._batch, len(tokens)
-        at = batch.add(tokens, seat.fed, slot, output="none")
-        batch.embd[at] = seat.pending
-        if count > 1:
-            self._target.copy_hidden(first, count - 1, batch.embd[at + 1:at + count])
+        if not seat.ahead:
+            at = batch.add(tokens[:1], seat.fed, slot, output="none")
+            batch.embd[at] = seat.pending
+            seat.fed += 1
+        # Row i of the target pairs with token i + 1, and the token after a piece of a prompt is known but for the last.
+        shifted = [*tokens[1:], following] if following is not None else tokens[1:]
+        done = 0
+        if batch.n or len(shifted) < self._piece:  # what waits, and what is short, goes together
+            done = max(0, min(len(shifted), self._piece - batch.n))
+            at = batch.add(shifted[:done], seat.fed, slot, output="none")
+            if done:
+                self._target.copy_hidden(first, done, batch.embd[at:at + done])
+            seat.fed += done
+        while done < len(shifted):
+            self.flush()
+            part = shifted[done:done + self._piece]
+            batch.add(part, seat.fed, slot, output="none")
+            batch.rows_at(self._target.hidden_address(first + done))  # megabytes: read where they are
+            self._decode()
+            batch.rows_at(None)
+            batch.clear()
+            seat.fed += len(part)
+            done += len(part)
+        seat.ahead = following is not None
         self._target.copy_hidden(first + count - 1, 1, seat.pending)
-        seat.fed += count
 
     def flush(self) -> None:
         if self._batch.n:
@@ -109,20 +135,18 @@ class MtpDrafter:
     def verified(self, slot: int, tokens: Sequence[int], first: int) -> None:
         seat = self._seats[slot]
         count = len(tokens)
-        if seat.ahead:
-            # draft() fed tokens[0] with the right row; the guesses after it had rows of the draft's own, and go again.
-            fresh, rows_from = tokens[1:], 0
-            seat.ahead = False
-        else:
-            fresh, rows_from = tokens, -1
+        # Where draft() fed tokens[0], it did so with the right row; the guesses after it had the draft's own rows, and
+        # go again with the target's.
+        fresh = tokens[1:] if seat.ahead else tokens
         if seat.n + len(fresh) > self._capacity:
             self._drain(slot)
             self.flush()
         at, end = seat.n, seat.n + len(fresh)
         seat.tokens[at:end] = fresh
-        if rows_from < 0:
+        if not seat.ahead:
             seat.rows[at] = seat.pending
             at += 1
+        seat.ahead = False
         if end > at:
             self._target.copy_hidden(first, end - at, seat.rows[at:end])
         seat.n = end
@@ -135,58 +159,69 @@ class MtpDrafter:
         batch.clear()
         for slot, _tokens, token in jobs:
             seat = self._seats[slot]
-            context.remove(slot, seat.fed)  # the last draft's guesses
-            if seat.n:
-                at = batch.add(seat.tokens[:seat.n], seat.fed, slot, output="none")
-                batch.embd[at:at + seat.n] = seat.rows[:seat.n]
-            last = batch.add_one(token, seat.fed + seat.n, slot)
+            self._drain(slot)
+            last = batch.add_one(token, seat.fed, slot)
             batch.embd[last] = seat.pending
-            seat.fed += seat.n + 1
-            seat.n = 0
+            seat.fed += 1
             seat.ahead = True
             guesses[slot] = []
             active.append((slot, last))
         for step in range(n):
             self._decode()
             found: list[tuple[int, int, Rows]] = []
+            more = step + 1 < n
             for slot, index in active:
-                logits = context.logits(index)
-                guess = int(logits.argmax())
-                if self._p_min > 0 and _probability(logits, guess) < self._p_min:
-                    continue
-                guesses[slot].append(guess)
-                found.append((slot, guess, context.hidden(index)))
-            if not found or step + 1 == n:
+                guess = self._guess(index)
+                if guess is not None:
+                    guesses[slot].append(guess)
+                    if more:
+                        found.append((slot, guess, context.hidden(index)))
+            if not found:
                 break
             batch.clear()
             active = []
             for slot, guess, row in found:
-                at = batch.add_one(guess, self._seats[slot].fed + step, slot)
+                seat = self._seats[slot]
+                seat.dirty = True
+                at = batch.add_one(guess, seat.fed + step, slot)
                 batch.embd[at] = row
                 active.append((slot, at))
         batch.clear()
         return guesses
 
+    def _guess(self, index: int) -> int | None:
+        """The likeliest token, None where it is too unlikely."""
+        if self._p_min <= 0:
+            return self._context.sampled(index)
+        logits = self._context.logits(index)
+        guess = int(logits.argmax())
+        return guess if _probability(logits, guess) >= self._p_min else None
+
     def rewind(self, slot: int, n_tokens: int) -> None:
         seat = self._seats[slot]
-        if n_tokens == seat.fed + seat.n and not seat.ahead:
+        if seat.ahead:
+            # One token was fed that the target does not have (yet); its row is still the pending one.
+            seat.ahead = False
+            seat.dirty = True
+            seat.fed -= 1
+        if n_tokens == seat.fed + seat.n:
             return
-        seat.ahead = False
         if n_tokens >= seat.fed:
             keep = min(seat.n, n_tokens - seat.fed)
             if keep < seat.n:
                 seat.pending[:] = seat.rows[keep]
             seat.n = keep
             return
-        self._context.remove(slot, n_tokens)
-        seat.fed, seat.n = n_tokens, 0
+        seat.fed, seat.n, seat.dirty = n_tokens, 0, True
         # The row before this point is gone. One pair with a row of zeros makes one guess worse, never an answer.
         seat.pending[:] = 0
 
     def _drain(self, slot: int) -> None:
-        """Move a slot's queue into the batch, without outputs."""
+        """Forget the slot's guesses, and move its queue into the batch, without outputs."""
         seat = self._seats[slot]
-        self._context.remove(slot, seat.fed)
+        if seat.dirty:
+            self._context.remove(slot, seat.fed)  # goes through every cell of the cache, so only where there is need
+            seat.dirty = False
         if seat.n:
             at = self._batch.add(seat.tokens[:seat.n], seat.fed, slot, output="none")
             self._batch.embd[at:at + seat.n] = seat.rows[:seat.n]
@@ -207,9 +242,9 @@ def queue_capacity(n_max: int) -> int:
     return max(64, 2 * (n_max + 1))
 
 
-def batch_capacity(n_slots: int, n_batch: int, n_max: int) -> int:
-    """The largest batch a draft context must take: a whole target batch, and every slot's queue."""
-    return n_batch + n_slots * (queue_capacity(n_max) + 1)
+def batch_capacity(n_slots: int, piece: int, n_max: int) -> int:
+    """The largest batch a draft context must take: a piece of a prompt, and every slot's queue."""
+    return piece + n_slots * (queue_capacity(n_max) + 2)
 
 
 def _probability(logits: Rows, token: int) -> float:

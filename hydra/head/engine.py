@@ -307,7 +307,7 @@ class Engine:
                   for slot in slots]
         if self._target.decode(batch) != 0:
             raise RequestError(f"The context of {self.n_ctx} cells has no room for {batch.n} more.")
-        self._target.synchronize()
+        self._target.wait()
         verify_s = time.perf_counter() - started
         for slot, first, real in zip(slots, firsts, guessed, strict=True):
             if slot.request is not None:
@@ -483,9 +483,11 @@ class Engine:
             raise RequestError(f"The context of {self.n_ctx} cells has no room for {batch.n} more.")
         if self._drafter is not None:
             for slot, piece, first, _last in parts:
-                self._drafter.filled(slot.id, piece, first)
+                after = len(slot.tokens) + len(piece)
+                prompt = slot.request.prompt if slot.request is not None else []
+                self._drafter.filled(slot.id, piece, first, prompt[after] if after < len(prompt) else None)
             self._drafter.flush()
-        self._target.synchronize()
+        self._target.wait()
         seconds = time.perf_counter() - started
         if batch.n >= MIN_PREFILL_TOKENS:
             self._prefill_s_per_token = seconds / batch.n

@@ -36,7 +36,7 @@ POOLING_MEAN = 1
 FLASH_ATTN = {"auto": -1, "off": 0, "on": 1}
 CACHE_TYPES = {"f32": 0, "f16": 1, "q4_0": 2, "q4_1": 3, "q5_0": 6, "q5_1": 7, "q8_0": 8, "iq4_nl": 20, "bf16": 30}
 DEVICE_CPU, DEVICE_GPU, DEVICE_IGPU = 0, 1, 2
-_NEXTN_ITH = "_Z30llama_get_embeddings_nextn_ithP13llama_contexti"  # a C++ function: llama_cpp_ext has the same name
+_NEXTN = "_Z26llama_get_embeddings_nextnP13llama_context"  # a C++ function: llama_cpp_ext has the same name
 _VIEWS_MAX = 512
 Progress = Callable[[float], bool]
 
@@ -59,10 +59,12 @@ class _Api:
         lib = c._lib
         self.decode = self._fast(lib, "llama_decode", [ctypes.c_void_p, c.llama_batch], ctypes.c_int32)
         self.synchronize = self._fast(lib, "llama_synchronize", [ctypes.c_void_p], None)
-        self.logits_ith = self._fast(lib, "llama_get_logits_ith", [ctypes.c_void_p, ctypes.c_int32], ctypes.c_void_p)
+        self.logits = self._fast(lib, "llama_get_logits", [ctypes.c_void_p], ctypes.c_void_p)
+        self.sampled_ith = self._fast(lib, "llama_get_sampled_token_ith", [ctypes.c_void_p, ctypes.c_int32],
+                                      ctypes.c_int32)
         self.sample = self._fast(lib, "llama_sampler_sample",
                                  [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int32], ctypes.c_int32)
-        self.nextn_ith = self._fast(lib, _NEXTN_ITH, [ctypes.c_void_p, ctypes.c_int32], ctypes.c_void_p)
+        self.nextn = self._fast(lib, _NEXTN, [ctypes.c_void_p], ctypes.c_void_p)
 
     @staticmethod
     def _fast(lib: ctypes.CDLL, name: str, argtypes: list[Any], restype: Any) -> Any:
@@ -340,6 +342,7 @@ class Batch:
         c = api().c
         self.capacity = capacity
         self.n = 0
+        self.n_outputs = 0
         self.token = np.zeros(capacity, np.int32)
         self.pos = np.zeros(capacity, np.int32)
         self.seq = np.zeros(capacity, np.int32)
@@ -355,11 +358,17 @@ class Batch:
         if n_embd:
             fields["embd"] = self.embd
         kinds = dict(c.llama_batch._fields_)
+        self._embd_type = kinds["embd"]
         for name, array in fields.items():
             setattr(self._struct, name, ctypes.cast(array.ctypes.data, kinds[name]))
 
     def clear(self) -> None:
         self.n = 0
+        self.n_outputs = 0
+
+    def rows_at(self, address: int | None) -> None:
+        """Take the rows from this address, [n, n_embd] float32, instead of ``embd`` (None: ``embd`` again)."""
+        self._struct.embd = ctypes.cast(self.embd.ctypes.data if address is None else address, self._embd_type)
 
     def add(self, tokens: Sequence[int] | npt.NDArray[np.int32], pos0: int, seq: int, *, output: str) -> int:
         """Consecutive tokens of one sequence; ``output``: ``all``, ``last`` or ``none`` have logits. Returns the first
@@ -376,6 +385,7 @@ class Batch:
         self.output[first:end] = output == "all"
         if output == "last":
             self.output[end - 1] = 1
+        self.n_outputs += count if output == "all" else int(output == "last")
         self.n = end
         return first
 
@@ -388,6 +398,7 @@ class Batch:
         self.pos[at] = pos
         self.seq[at] = seq
         self.output[at] = 1
+        self.n_outputs += 1
         self.n = at + 1
         return at
 
@@ -406,7 +417,7 @@ class Context:
     def __init__(self, model: Model, *, n_ctx: int, n_batch: int, n_ubatch: int, n_seq_max: int, n_outputs_max: int,
                  type_k: str, type_v: str, flash_attn: str, n_threads: int, n_rs_seq: int = 0,
                  mtp_of: Context | None = None,
-                 swa_full: bool = False, embeddings: bool = False) -> None:
+                 swa_full: bool = False, embeddings: bool = False, greedy: bool = False) -> None:
         a = api()
         c = a.c
         self._a = a
@@ -430,12 +441,23 @@ class Context:
         if mtp_of is not None:
             params.ctx_type = CTX_MTP
             params.ctx_other = mtp_of.handle
+        # With `greedy` the device itself takes the largest logit: a token comes back instead of a vocabulary of floats.
+        self._samplers = [c.llama_sampler_chain_init(c.llama_sampler_chain_default_params())
+                          for _ in range(n_seq_max if greedy else 0)]
+        configs = (c.llama_sampler_seq_config * max(1, len(self._samplers)))()
+        for seq, sampler in enumerate(self._samplers):
+            c.llama_sampler_chain_add(sampler, c.llama_sampler_init_greedy())
+            configs[seq].seq_id = seq
+            configs[seq].sampler = ctypes.cast(sampler, ctypes.c_void_p)
+        if self._samplers:
+            params.samplers, params.n_samplers = configs, len(self._samplers)
         self.model = model
         self.log = LoadLog()
         self.handle: Any
         with collect(self.log):
             self.handle = c.llama_init_from_model(model.handle, params)
         if not self.handle:
+            self._free_samplers()
             raise DeviceError(f"A context of {n_ctx} tokens cannot be made: {self.log.why()}.",
                               'Use a smaller ctx_size, a quantised KV cache (cache_type_k/v = "q8_0"), or move layers.')
         self.n_ctx = int(c.llama_n_ctx(self.handle))
@@ -444,6 +466,12 @@ class Context:
         self._row = ctypes.c_float * model.vocab.n_tokens
         self._hidden = ctypes.c_float * model.n_embd
         self._hidden_bytes = 4 * model.n_embd
+        self._row_bytes = 4 * model.vocab.n_tokens
+        self._nextn_masked = False
+        # Where the last decode's outputs lie, asked for once: each asking waits for every device, the peers included.
+        self._logits_base = 0
+        self._hidden_base = 0
+        self._decoded: Batch | None = None
         # Views of llama.cpp's output buffer by address: it stays where it is until it must grow.
         self._logits_at: dict[int, npt.NDArray[np.float32]] = {}
         self._hidden_at: dict[int, npt.NDArray[np.float32]] = {}
@@ -451,47 +479,67 @@ class Context:
     def use_nextn(self, *, masked: bool) -> None:
         """Keep hidden rows of each decode: of every token, or only (masked) of those with output."""
         self._a.ext.llama_set_embeddings_nextn(self.handle, True, masked)
+        self._nextn_masked = masked
 
     def decode(self, batch: Batch) -> int:
         """llama_decode's return code: 0 good, 1 no room in the memory, 2 aborted. Raises EngineError for the rest."""
+        self._logits_base = self._hidden_base = 0
+        self._decoded = batch
         code = int(self._a.decode(self.handle, batch.struct))
         if code < 0:
             raise EngineError(f"llama_decode failed with {code} on a batch of {batch.n} tokens.",
                               "See the log above this line; `hydra doctor` checks devices and peers.")
         return code
 
-    def synchronize(self) -> None:
-        self._a.synchronize(self.handle)
+    def wait(self) -> None:
+        """Return when the last decode is done. Where its outputs lie is asked for on the way, which waits by itself."""
+        if self._decoded is None or not self._decoded.n_outputs:
+            self._a.synchronize(self.handle)
+        elif not self._logits_base:
+            self._logits_base = self._a.logits(self.handle) or 0
 
     def logits(self, index: int) -> npt.NDArray[np.float32]:
         """Logits of the batch's token ``index``: [n_vocab], a view that the next decode overwrites."""
-        address = self._a.logits_ith(self.handle, index)
-        if not address:
-            raise EngineError(f"There are no logits for token {index} of the batch.")
+        if not self._logits_base:
+            self._logits_base = self._a.logits(self.handle) or 0
+            if not self._logits_base:
+                raise EngineError("The last decode gave no logits.")
+        address = self._logits_base + self._output_row(index) * self._row_bytes
         view = self._logits_at.get(address)
         return view if view is not None else _view(self._logits_at, address, self._row)
 
+    def _output_row(self, index: int) -> int:
+        """The place among the outputs of the batch's token ``index``; llama.cpp keeps them in the batch's order."""
+        batch = self._decoded
+        if batch is None or batch.n_outputs == batch.n:
+            return index
+        return int(batch.output[:index].sum())
+
+    def sampled(self, index: int) -> int:
+        """The token that the device chose for the batch's token ``index`` (contexts made ``greedy``)."""
+        return int(self._a.sampled_ith(self.handle, index))
+
     def hidden(self, index: int) -> npt.NDArray[np.float32]:
         """Hidden row of the batch's token ``index``: [n_embd], a view that the next decode overwrites."""
-        address = self._hidden_address(index)
+        address = self.hidden_address(index)
         view = self._hidden_at.get(address)
         return view if view is not None else _view(self._hidden_at, address, self._hidden)
 
     def copy_hidden(self, first: int, count: int, out: npt.NDArray[np.float32]) -> None:
         """Hidden rows of ``count`` consecutive tokens of one sequence into ``out`` [count, n_embd]."""
-        start = self._hidden_address(first)
-        if count == 1 or self._hidden_address(first + count - 1) - start == (count - 1) * self._hidden_bytes:
-            ctypes.memmove(out.ctypes.data, start, count * self._hidden_bytes)
-            return
-        for i in range(count):  # another sequence's tokens lie between: llama.cpp split the batch by sequence
-            to = out.ctypes.data + i * self._hidden_bytes
-            ctypes.memmove(to, self._hidden_address(first + i), self._hidden_bytes)
+        ctypes.memmove(out.ctypes.data, self.hidden_address(first), count * self._hidden_bytes)
 
-    def _hidden_address(self, index: int) -> int:
-        address = self._a.nextn_ith(self.handle, index)
-        if not address:
-            raise EngineError(f"There is no hidden row for token {index} of the batch.")
-        return int(address)
+    def hidden_address(self, index: int) -> int:
+        """Where the hidden row of the batch's token ``index`` lies, the rows of the tokens after it behind it.
+
+        Rows are in the batch's order: of every token, or with masked rows of those with output.
+        """
+        if not self._hidden_base:
+            self._hidden_base = self._a.nextn(self.handle) or 0
+            if not self._hidden_base:
+                raise EngineError("The last decode gave no hidden rows.")
+        row = self._output_row(index) if self._nextn_masked else index
+        return self._hidden_base + row * self._hidden_bytes
 
     def embedding(self, seq: int) -> list[float]:
         """The pooled embedding of one sequence."""
@@ -527,10 +575,16 @@ class Context:
         written = int(self._a.c.llama_state_seq_get_data(self.handle, buffer, size, seq))
         return bytes(memoryview(buffer)[:written])
 
+    def _free_samplers(self) -> None:
+        for sampler in self._samplers:
+            self._a.c.llama_sampler_free(sampler)
+        self._samplers = []
+
     def close(self) -> None:
         if self.handle:
             self._a.c.llama_free(self.handle)
             self.handle = None
+            self._free_samplers()
 
     def __enter__(self) -> Context:
         return self

@@ -185,7 +185,7 @@ class _Contexts:
     target: Context
     draft: Context | None
     kind: str
-    n_batch: int
+    n_ubatch: int
     notes: list[str]
 
     def close(self) -> None:
@@ -215,17 +215,17 @@ def _open_contexts(spec: EngineSpec, model: Model) -> _Contexts:
             notes.append(f"This architecture keeps {target.n_rs_seq} snapshots of its state, so nothing is drafted.")
             kind = "none"
         if kind == "mtp":
-            draft = Context(model, n_batch=batch_capacity(spec.parallel, n_batch, spec.draft.n_max),
-                            n_outputs_max=spec.parallel, mtp_of=target, **common)
+            draft = Context(model, n_batch=batch_capacity(spec.parallel, common["n_ubatch"], spec.draft.n_max),
+                            n_outputs_max=spec.parallel, mtp_of=target, greedy=spec.draft.p_min <= 0, **common)
     except BaseException:
         target.close()
         raise
-    return _Contexts(target, draft, kind, n_batch, notes)
+    return _Contexts(target, draft, kind, common["n_ubatch"], notes)
 
 
 def _drafter(spec: EngineSpec, contexts: _Contexts) -> Drafter | None:
     if contexts.draft is not None:
-        return MtpDrafter(contexts.target, contexts.draft, n_slots=spec.parallel, n_batch=contexts.n_batch,
+        return MtpDrafter(contexts.target, contexts.draft, n_slots=spec.parallel, piece=contexts.n_ubatch,
                           n_max=spec.draft.n_max, p_min=spec.draft.p_min)
     return LookupDrafter(n_slots=spec.parallel, n_max=spec.draft.n_max) if contexts.kind == "lookup" else None
 

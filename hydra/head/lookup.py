@@ -38,8 +38,8 @@ class LookupDrafter:
         self.n_max = n_max
         self._index = [_Index() for _ in range(n_slots)]
 
-    def filled(self, slot: int, tokens: Sequence[int], first: int) -> None:
-        del slot, tokens, first  # draft() is given the tokens
+    def filled(self, slot: int, tokens: Sequence[int], first: int, following: int | None) -> None:
+        del slot, tokens, first, following  # draft() is given the tokens
 
     def flush(self) -> None:
         pass  # nothing is computed
