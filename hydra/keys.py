@@ -85,6 +85,8 @@ class HeadConfig:
     restart_limit: int = _key(5, "int", "Engine restarts for one same reason within restart_window_s before giving up.",
                               low=1)
     restart_window_s: float = _key(600.0, "float", "See restart_limit.", low=1)
+    exact_resume: bool = _key(True, "bool", "After a restart, retake an answer's known tokens one by one, so that it "
+                              "goes on byte for byte. false reads them in one batch: faster, but near ties may differ.")
 
 
 @dataclass(frozen=True)

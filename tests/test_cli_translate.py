@@ -24,6 +24,7 @@ adaptive = false
 [head]
 queue_max = 5
 grace_s = 3
+exact_resume = false
 [link]
 silence_s = 7
 [peer]
@@ -58,6 +59,7 @@ def test_engine_spec(tmp_path):
     assert [(e.node, e.address) for e in spec.endpoints] == [("mini", "192.168.1.11:50052")]
     assert spec.devices == ("CUDA0",)
     assert (spec.ctx_size, spec.cache_type_k, spec.parallel) == (65536, "q8_0", 4)
+    assert not spec.exact_resume
     assert (spec.draft.kind, spec.draft.n_max, spec.draft.adaptive) == ("auto", 2, False)
     spec.check()
     off = TOML.replace("[mtp]", "[mtp]\nenabled = false").replace('device = "CUDA0"\n', "")
@@ -106,7 +108,7 @@ def test_an_unresolvable_node_is_an_error_and_not_an_open_door(tmp_path, monkeyp
     monkeypatch.setattr(translate, "resolve", lambda host: names.get(host, frozenset()))
     cfg = load(tmp_path, TOML.replace("192.168.1.10", "tower.lan"))
     assert "10.0.0.9" in translate.allowed(cfg)
-    with pytest.raises(ConfigError, match=r"'nowhere\.lan' of node tower does not resolve .*hydra\.toml line 22"):
+    with pytest.raises(ConfigError, match=r"'nowhere\.lan' of node tower does not resolve .*hydra\.toml line 23"):
         translate.allowed(load(tmp_path, TOML.replace("192.168.1.10", "nowhere.lan")))
 
 

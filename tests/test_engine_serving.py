@@ -146,12 +146,13 @@ def test_shifting_when_asked() -> None:
 @pytest.mark.parametrize("kind", ["none", "mtp"])
 @pytest.mark.parametrize("temperature", [0, 1.0])
 @pytest.mark.parametrize("cut", [1, 7, 13])
-def test_an_answer_continued_elsewhere_is_the_same_answer(kind: str, temperature: float, cut: int) -> None:
-    """Tokens already sent are read, not sampled; the rest is what it would have been."""
+@pytest.mark.parametrize("exact", [True, False])
+def test_an_answer_continued_elsewhere_is_the_same_answer(kind: str, temperature: float, cut: int, exact: bool) -> None:
+    """Tokens already sent are retaken (or read), not sampled; the rest is what it would have been."""
     params = {"temperature": temperature, "max_tokens": 30, "seed": 11, "repeat_penalty": 1.1, "stop": ["\x00never"]}
     path = toy(exact=False)
     (whole,) = answers_of(toy_spec(path, kind), PROMPTS[:1], **params)
-    with Engine(toy_spec(path, kind)) as engine:
+    with Engine(toy_spec(path, kind, exact_resume=exact)) as engine:
         prompt = engine.vocab.tokenize(PROMPTS[0])
         engine.submit("again", prompt, SamplingParams.from_dict(params), resume=whole.tokens[:cut])
         rest = drain(engine)["again"]
@@ -160,11 +161,16 @@ def test_an_answer_continued_elsewhere_is_the_same_answer(kind: str, temperature
     assert rest.stats["completion_tokens"] == whole.stats["completion_tokens"]
 
 
-def test_continuing_an_answer_that_was_complete() -> None:
-    with Engine(toy_spec(toy("toy-llama"))) as engine:
-        engine.submit("x", [97], greedy(max_tokens=3), resume=toy_language(name="toy-llama").say(97, 3))
-        answer = drain(engine)["x"]
-    assert (answer.tokens, answer.reason) == ([], "length")
+@pytest.mark.parametrize("exact", [True, False])
+def test_continuing_an_answer_that_was_complete(exact: bool) -> None:
+    said = toy_language(name="toy-llama").say(97, 3)
+    with Engine(toy_spec(toy("toy-llama"), exact_resume=exact)) as engine:
+        engine.submit("x", [97], greedy(max_tokens=3), resume=said)
+        engine.submit("y", [97], greedy(max_tokens=9), resume=[*said, engine.vocab.eos])
+        engine.submit("z", [97], greedy(max_tokens=9, stop=[engine.vocab.detokenize(said[1:])]), resume=said)
+        answers = drain(engine)
+    assert [(answers[name].tokens, answers[name].reason) for name in "xyz"] == [
+        ([], "length"), ([], "stop"), ([], "stop")]
 
 
 def test_end_of_text_ends_the_answer() -> None:
