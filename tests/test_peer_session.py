@@ -106,13 +106,14 @@ def test_a_chain_of_graphs_reads_what_the_one_before_wrote(client: Client) -> No
 @pytest.mark.gpu
 @pytest.mark.timeout(300)
 def test_a_set_never_overtakes_a_running_graph_on_a_gpu() -> None:
-    """Graphs of some milliseconds are queued and their inputs overwritten right behind: one set too early, another sum."""
+    """Graphs of some milliseconds are queued, their inputs overwritten right behind: one set too early, another sum."""
     with start_peer(device="auto") as process, Client(process.host, process.port, timeout_s=60) as connection:
         assert get_json(process.port, "/health")["devices"][0]["kind"] == "gpu"
         vectors = Vectors(connection, n=1 << 22)
         vectors.set(0, np.zeros(vectors.n))
-        chain = [vectors.row(0), vectors.row(1), vectors.op(0, OP_ADD, 0, 1, id=2 * NODE)]
-        chain += [vectors.op(0, OP_ADD, 2 * NODE + k, 1, id=2 * NODE + k + 1) for k in range(99)]
+        chain = [vectors.row(0), vectors.row(1), vectors.op(0, OP_ADD, 0, 1, id=2 * NODE, use_count=1)]
+        for k in range(99):
+            chain.append(vectors.op(0, OP_ADD, 2 * NODE + k, 1, id=2 * NODE + k + 1, use_count=int(k < 98)))
         rows = np.concatenate(chain)
         total = 0.0
         for step in range(1, 31):
