@@ -156,6 +156,11 @@ def test_a_peer_that_is_gone_costs_the_head_and_not_the_benchmark(model: str) ->
             ["decode_ratio", "prefill_ratio", "verify_ratio", "load_ratio", "warm_load_ratio", "peer_rss_idle_bytes",
              "peer_rss_peak_bytes", "cpu_s_per_token", "ceiling_decode_tps", "floor_load_s"],
         ),
+        (
+            ["peer", "--pairs", "1", "--prompts", "24", "--tokens", "4", "--verify", "2", "--threads", "1", "--apart",
+             "--no-loads"],
+            ["decode_ratio", "ceiling_decode_tps"],
+        ),
         (["wire", "--tokens", "6", "--prompt", "24", "--threads", "1"], ["commands", "decode_tps"]),
     ],
 )  # fmt: skip
@@ -168,8 +173,13 @@ def test_the_command_reports_json_last(tmp_path: Path, model: str, arguments: li
     report = json.loads(done.stdout.splitlines()[-1])
     assert [key for key in keys if key not in report] == []
     if arguments[0] == "peer":
-        assert report["decode_ratio"] > 0 and report["peer_rss_peak_bytes"] >= report["peer_rss_idle_bytes"] > 0
+        assert report["decode_ratio"] > 0 and report["ceiling_decode_tps"] > 0
+        assert not any("same tokens" in remark for remark in report["remarks"])
         assert report["warm_load_ratio"] is None  # this model has no tensor that a client would cache
+        if "--no-loads" in arguments:
+            assert report["load_ratio"] is None
+        else:
+            assert report["peer_rss_peak_bytes"] >= report["peer_rss_idle_bytes"] > 0
         assert "pair 1 of 1" in done.stderr and "pair 1 of 1" not in done.stdout
     else:
         assert set(report["own"]["targets_us"]) <= set(report["own"]["us"])

@@ -19,6 +19,7 @@ app = typer.Typer(
     no_args_is_help=True, rich_markup_mode=None, help="Measure side by side: stock peer, our peer, link, MTP."
 )
 
+_RESIDENT_BYTES = 2 << 30  # three copies of a larger model may not fit
 _NAGLE_SHAPE = "toy-llama"  # small, so that a step is all network
 
 # Processes that a benchmark starts of itself from the single file; from a checkout they are run as modules.
@@ -87,6 +88,12 @@ def peer_command(
     ] = "f16",
     pipeline: Annotated[bool, typer.Option("--pipeline", help="With llama.cpp's pipeline parallelism.")] = False,
     loads: Annotated[bool, typer.Option("--loads/--no-loads", help="Time cold and warm loads too.")] = True,
+    resident: Annotated[
+        bool | None,
+        typer.Option(
+            "--resident/--apart", help="All heads loaded at once, or each run by itself (else by the model's size)."
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Compare hydra's peer with the stock C++ one: decode, prefill, verify, load, memory, CPU."""
@@ -95,8 +102,9 @@ def peer_command(
     from hydra.bench.link import parse_link
 
     lengths = tuple(_number(part) for part in prompts.split(",") if part.strip())
+    chosen = model_path(model, synthetic)
     plan = sidebyside.Plan(
-        model_path(model, synthetic),
+        chosen,
         pairs=pairs,
         device=device,
         threads=threads,
@@ -110,6 +118,7 @@ def peer_command(
         cache_type=cache_type,
         pipeline=pipeline,
         loads=loads,
+        resident=chosen.stat().st_size < _RESIDENT_BYTES if resident is None else resident,
     )
     outcome = sidebyside.run(plan, console.note)
     console.table(

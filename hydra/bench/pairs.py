@@ -224,4 +224,7 @@ def settle(seconds: float = 0.3) -> None:
 
 
 def _figure(value: float) -> str:
-    return f"{value:,.0f}" if value >= 1000 else f"{value:.1f}" if value >= 10 else f"{value:.3f}"
+    for least, form in ((1000, ",.0f"), (10, ".1f"), (0.1, ".3f")):
+        if value >= least:
+            return format(value, form)
+    return f"{value:.6f}"

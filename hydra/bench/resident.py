@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import json
+import subprocess
 import threading
 import time
 import urllib.error
 import urllib.request
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import numpy as np
 
 from hydra.bench.pairs import Peer, PeerScale, Weighed
 from hydra.bench.process import Child, free_port, worker_command
+from hydra.bench.run_head import HeadSpec
 from hydra.errors import HydraError
 
 
@@ -34,18 +36,23 @@ class Run:
     tokens: list[int] = field(default_factory=list)
 
 
-class ResidentHead:
-    """A head process with ``spec`` (an EngineSpec as a dict) loaded; ``load_s`` is the weights', as the client saw it.
+class StayingProcess:
+    """A child that loads, says ``ready``, and answers one line for each line; the peer is weighed during its load.
 
-    The peer is weighed during the load (``weighed``). One request at a time.
-
-    Raises: HydraError with the head's own words.
+    Raises: HydraError with the child's own words.
     """
 
-    def __init__(self, spec: dict[str, Any], peer: Peer | None = None, timeout_s: float = 300.0) -> None:
+    def __init__(
+        self,
+        name: str,
+        arguments: list[str],
+        peer: Peer | None = None,
+        netns: str | None = None,
+        timeout_s: float = 600.0,
+    ) -> None:
         self.weighed = Weighed()
         self._scale = PeerScale(peer.pid, self.weighed) if peer else None
-        self._child = Child(worker_command("engine_head", [json.dumps({"spec": spec})]), pipe=True, take_input=True)
+        self._child = Child(worker_command(name, arguments), netns=netns, pipe=True, take_input=True)
         try:
             self.ready = self._wait("ready", timeout_s)
         except BaseException:
@@ -54,13 +61,8 @@ class ResidentHead:
         finally:
             if self._scale is not None:
                 self._scale.close()
-        self.load_s = float(self.ready["model_s"])
 
-    @property
-    def pid(self) -> int:
-        return self._child.pid
-
-    def ask(self, timeout_s: float = 300.0, **request: Any) -> dict[str, Any]:
+    def ask(self, timeout_s: float = 600.0, **request: Any) -> dict[str, Any]:
         """One request line, one result."""
         stdin = self._child.process.stdin
         assert stdin is not None
@@ -71,17 +73,6 @@ class ResidentHead:
             raise HydraError(f"The head has ended:\n{self._child.log_tail()}") from None
         return self._wait("result", timeout_s)
 
-    def run(self, engine: str, prompt: int, tokens: int, seed: int, alphabet: tuple[int, int] | None = None) -> Run:
-        """``prompt`` tokens made from ``seed``, then ``tokens`` greedy ones."""
-        result = self.ask(do="run", engine=engine, prompt=prompt, tokens=tokens, seed=seed, alphabet=alphabet)
-        return Run(
-            float(result["prefill_tps"] or 0.0),
-            float(result["decode_tps"] or 0.0),
-            int(result["drafted"]),
-            int(result["accepted"]),
-            result["tokens"],
-        )
-
     def close(self) -> None:
         """Ask it to end, and end it."""
         stdin = self._child.process.stdin
@@ -89,15 +80,9 @@ class ResidentHead:
             with contextlib.suppress(OSError):
                 stdin.write(b'{"do": "quit"}\n')
                 stdin.flush()
-            with contextlib.suppress(Exception):
+            with contextlib.suppress(subprocess.TimeoutExpired):
                 self._child.process.wait(20)
         self._child.close()
-
-    def __enter__(self) -> ResidentHead:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _wait(self, what: str, timeout_s: float) -> dict[str, Any]:
         stdout = self._child.process.stdout
@@ -119,6 +104,46 @@ class ResidentHead:
             deadline.cancel()
         self._child.process.wait(10)
         raise HydraError(f"The head ended with status {self._child.process.returncode}:\n{self._child.log_tail()}")
+
+
+class SpeedHead(StayingProcess):
+    """run_head.py that stays: raw prefill, decode and verify in turns."""
+
+    def __init__(self, spec: HeadSpec, peer: Peer | None = None, netns: str | None = None) -> None:
+        if peer is not None:
+            spec = replace(spec, peer=peer.endpoint)
+        super().__init__("run_head", [spec.to_json(), "--stay"], peer, netns)
+
+    def __enter__(self) -> SpeedHead:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class ResidentHead(StayingProcess):
+    """engine_head.py with ``spec`` (an EngineSpec as a dict); ``load_s`` is the weights', as the client saw it."""
+
+    def __init__(self, spec: dict[str, Any], peer: Peer | None = None) -> None:
+        super().__init__("engine_head", [json.dumps({"spec": spec})], peer)
+        self.load_s = float(self.ready["model_s"])
+
+    def run(self, engine: str, prompt: int, tokens: int, seed: int, alphabet: tuple[int, int] | None = None) -> Run:
+        """``prompt`` tokens made from ``seed``, then ``tokens`` greedy ones."""
+        result = self.ask(do="run", engine=engine, prompt=prompt, tokens=tokens, seed=seed, alphabet=alphabet)
+        return Run(
+            float(result["prefill_tps"] or 0.0),
+            float(result["decode_tps"] or 0.0),
+            int(result["drafted"]),
+            int(result["accepted"]),
+            result["tokens"],
+        )
+
+    def __enter__(self) -> ResidentHead:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 class LlamaServer:

@@ -11,6 +11,7 @@ Knows how to measure and nothing of pairs, ratios or peers; llama.cpp is reached
 from __future__ import annotations
 
 import json
+import statistics
 import sys
 import time
 import urllib.request
@@ -83,19 +84,65 @@ class HeadResult:
 
 
 def run(spec: HeadSpec) -> HeadResult:
-    """Measure as ``spec`` says. Raises: HydraError."""
+    """Load, measure as ``spec`` says, and end. Raises: HydraError."""
+    result = HeadResult()
+    with _loaded(spec, result) as model:
+        if spec.prompts or spec.decode_tokens or spec.verify_steps:
+            began = time.perf_counter()
+            with _Meter(spec, model) as meter:
+                result.context_s = time.perf_counter() - began
+                for length in spec.prompts:
+                    with _phase(f"prefill {length}"):
+                        speeds = [length / meter.prefill(length, repeat) for repeat in range(spec.prefill_repeats)]
+                    result.prefill_tps[str(length)] = statistics.median(speeds)
+                meter.begin()
+                if spec.decode_tokens:
+                    with _phase("decode"):
+                        result.step_ms, result.tokens = meter.decode(spec.decode_tokens)
+                    result.decode_tps = spec.decode_tokens / sum(result.step_ms) * 1e3
+                if spec.verify_steps:
+                    with _phase("verify"):
+                        result.verify_sps = spec.verify_steps / meter.verify(spec.verify_steps)
+        if spec.stats and spec.peer:
+            with urllib.request.urlopen(f"http://{spec.peer}/stats?timings", timeout=10) as answer:
+                result.stats = json.load(answer)
+    return result
+
+
+def stay(spec: HeadSpec) -> None:
+    """Load, then do what each line on stdin asks, until ``quit``: turns short enough to go round several heads in them.
+
+    ``{"do": "prefill", "tokens": n, "seed": k}``, ``begin``, ``{"do": "decode", "tokens": n}``, ``{"do": "verify",
+    "steps": n}``; each is answered with seconds (and tokens). Raises: HydraError.
+    """
+    result = HeadResult()
+    with _loaded(spec, result) as model, _Meter(spec, model) as meter:
+        _say({"ready": {"load_s": result.load_s, "layers": result.layers}})
+        for line in sys.stdin:
+            request = json.loads(line)
+            what = request["do"]
+            if what == "quit":
+                return
+            if what == "prefill":
+                _say({"result": {"s": meter.prefill(request["tokens"], request["seed"])}})
+            elif what == "begin":
+                meter.begin()
+                _say({"result": {}})
+            elif what == "decode":
+                step_ms, tokens = meter.decode(request["tokens"])
+                _say({"result": {"s": sum(step_ms) / 1e3, "step_ms": step_ms, "tokens": tokens}})
+            elif what == "verify":
+                _say({"result": {"s": meter.verify(request["steps"])}})
+            else:
+                raise HydraError(f"A head cannot {what!r}.")
+
+
+@contextmanager
+def _loaded(spec: HeadSpec, result: HeadResult) -> Iterator[Any]:
+    """The model, placed as the spec says; ``result`` gets the time and the layers."""
     # Here and not at the top: the parent imports this module for HeadSpec and must not load llama.cpp.
     from hydra.head import llama, loading, placement
-    from hydra.head.spec import Endpoint, EngineSpec
 
-    result = HeadResult()
-    engine = EngineSpec(
-        model_path=spec.model,
-        endpoints=(Endpoint("peer", spec.peer),) if spec.peer else (),
-        layers={},
-        devices=spec.devices,
-        ctx_size=spec.ctx_size,
-    )
     llama.api()
     shape = loading.read_shape(spec.model)
     devices: list[llama.Device] = []
@@ -111,7 +158,7 @@ def run(spec: HeadSpec) -> HeadResult:
             split = placement.tensor_split([count, shape.n_layer - count], shape.n_layer_nextn + 1)
             result.layers = {"peer": count, "head": shape.n_layer - count}
     else:
-        local = llama.local_devices(engine.devices)[:1]
+        local = llama.local_devices(spec.devices)[:1]
         use_gpu = any(device.kind != llama.DEVICE_CPU for device in local)
         devices, split = (local, [1.0]) if use_gpu else ([], [])
         result.layers = {"head": shape.n_layer}
@@ -123,98 +170,105 @@ def run(spec: HeadSpec) -> HeadResult:
             split,
             load_mtp=False,
             pipeline=spec.pipeline,
-            use_extra_bufts=not spec.peer,
+            # Off with no peer too: repacked weights would be other kernels, which a peer cannot use.
+            use_extra_bufts=False,
         )
         result.load_s = time.perf_counter() - began
     with model:
         if spec.peer and not spec.everything_on_peer:
             nodes = {devices[0].name: "peer", **{device.name: "head" for device in devices[1:]}}
             placement.verify(result.layers, model.log.layers, nodes, shape.n_layer, "head")
-        measures = bool(spec.prompts or spec.decode_tokens or spec.verify_steps)
-        if measures:
-            _measure(spec, model, result)
-        if spec.stats and spec.peer:
-            with urllib.request.urlopen(f"http://{spec.peer}/stats?timings", timeout=10) as answer:
-                result.stats = json.load(answer)
-    return result
+        yield model
 
 
-def _measure(spec: HeadSpec, model: Any, result: HeadResult) -> None:
-    import numpy as np
+class _Meter:
+    """One context and the clock: prefill, decode and verify of tokens that do not matter."""
 
-    from hydra.head import llama
+    def __init__(self, spec: HeadSpec, model: Any) -> None:
+        import numpy as np
 
-    began = time.perf_counter()
-    n_batch = max(spec.ubatch_size, min(2048, spec.ctx_size))
-    context = llama.Context(
-        model,
-        n_ctx=spec.ctx_size,
-        n_batch=n_batch,
-        n_ubatch=spec.ubatch_size,
-        n_seq_max=1,
-        n_outputs_max=max(spec.verify_width, 1),
-        type_k=spec.cache_type,
-        type_v=spec.cache_type,
-        flash_attn=spec.flash_attn,
-        n_threads=spec.threads,
-    )
-    result.context_s = time.perf_counter() - began
-    batch = llama.Batch(n_batch)
-    # Any tokens do: what is measured does not depend on them. Not the first few hundred, where control tokens are.
-    text = np.random.default_rng(1).integers(model.vocab.n_tokens // 8, model.vocab.n_tokens // 2, 1 << 16).tolist()
+        from hydra.head import llama
 
-    def feed(tokens: list[int], at: int) -> int:
-        """Decode ``tokens`` from position ``at``; the token that greedy choice gives next."""
-        for first in range(0, len(tokens), n_batch):
-            part = tokens[first : first + n_batch]
-            batch.clear()
-            batch.add(part, at + first, 0, output="last")
-            _decode(context, batch)
-        return int(context.logits(batch.n - 1).argmax())
-
-    with context:
-        feed(text[:64], 0)
-        token = 0
+        self._spec = spec
+        self._n_batch = max(spec.ubatch_size, min(2048, spec.ctx_size))
+        self._context = llama.Context(
+            model,
+            n_ctx=spec.ctx_size,
+            n_batch=self._n_batch,
+            n_ubatch=spec.ubatch_size,
+            n_seq_max=1,
+            n_outputs_max=max(spec.verify_width, 1),
+            type_k=spec.cache_type,
+            type_v=spec.cache_type,
+            flash_attn=spec.flash_attn,
+            n_threads=spec.threads,
+        )
+        self._batch = llama.Batch(self._n_batch)
+        # Not the first few hundred, where control tokens are.
+        low, high = model.vocab.n_tokens // 8, model.vocab.n_tokens // 2
+        self._text = [int(token) for token in np.random.default_rng(1).integers(low, high, 1 << 16)]
+        self._position = self._token = 0
+        self._feed(self._text[:64], 0)
         for step in range(spec.warmup_tokens):
-            token = feed([token], 64 + step)
-        for length in spec.prompts:
-            speeds = []
-            with _phase(f"prefill {length}"):
-                for repeat in range(spec.prefill_repeats):
-                    context.remove(0, -1)
-                    began = time.perf_counter()
-                    feed(text[repeat : repeat + length], 0)
-                    speeds.append(length / (time.perf_counter() - began))
-            result.prefill_tps[str(length)] = float(np.median(speeds))
-        context.remove(0, -1)
-        position = spec.decode_after
-        token = feed(text[:position], 0)
-        if spec.decode_tokens:
-            with _phase("decode"):
-                began = last = time.perf_counter()
-                for _ in range(spec.decode_tokens):
-                    result.tokens.append(token)
-                    token = feed([token], position)
-                    position += 1
-                    now = time.perf_counter()
-                    result.step_ms.append(round((now - last) * 1e3, 4))
-                    last = now
-                result.decode_tps = spec.decode_tokens / (last - began)
-        if spec.verify_steps:
-            width = spec.verify_width
-            with _phase("verify"):
-                began = 0.0
-                # The first step of a new width builds new graphs on both sides: it is not one of many.
-                for step in range(spec.verify_steps + 2):
-                    if step == 2:
-                        began = time.perf_counter()
-                    batch.clear()
-                    batch.add(text[position : position + width], position, 0, output="all")
-                    _decode(context, batch)
-                    for row in range(width):
-                        int(context.logits(row).argmax())
-                    position += width
-                result.verify_sps = spec.verify_steps / (time.perf_counter() - began)
+            self._token = self._feed([self._token], 64 + step)
+
+    def prefill(self, length: int, seed: int) -> float:
+        """Seconds for a prompt of ``length`` tokens in an empty memory."""
+        self._context.remove(0, -1)
+        began = time.perf_counter()
+        self._feed(self._text[seed : seed + length], 0)
+        return time.perf_counter() - began
+
+    def begin(self) -> None:
+        """An empty memory and a short prompt, the same every time."""
+        self._context.remove(0, -1)
+        self._position = self._spec.decode_after
+        self._token = self._feed(self._text[: self._position], 0)
+
+    def decode(self, count: int) -> tuple[list[float], list[int]]:
+        """Milliseconds of each of ``count`` greedy steps, and the tokens that were fed."""
+        step_ms, tokens = [], []
+        last = time.perf_counter()
+        for _ in range(count):
+            tokens.append(self._token)
+            self._token = self._feed([self._token], self._position)
+            self._position += 1
+            now = time.perf_counter()
+            step_ms.append(round((now - last) * 1e3, 4))
+            last = now
+        return step_ms, tokens
+
+    def verify(self, steps: int) -> float:
+        """Seconds for ``steps`` batches of ``verify_width`` tokens, logits of all read."""
+        width = self._spec.verify_width
+        began = 0.0
+        # The first steps of a new width build new graphs on both sides: they are not two of many.
+        extra = 2
+        for step in range(steps + extra):
+            if step == extra:
+                began = time.perf_counter()
+            self._batch.clear()
+            self._batch.add(self._text[self._position : self._position + width], self._position, 0, output="all")
+            _decode(self._context, self._batch)
+            for row in range(width):
+                int(self._context.logits(row).argmax())
+            self._position += width
+        return time.perf_counter() - began
+
+    def _feed(self, tokens: list[int], at: int) -> int:
+        """Decode ``tokens`` from position ``at``; the token that greedy choice gives next."""
+        for first in range(0, len(tokens), self._n_batch):
+            part = tokens[first : first + self._n_batch]
+            self._batch.clear()
+            self._batch.add(part, at + first, 0, output="last")
+            _decode(self._context, self._batch)
+        return int(self._context.logits(self._batch.n - 1).argmax())
+
+    def __enter__(self) -> _Meter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._context.close()
 
 
 def _decode(context: Any, batch: Any) -> None:
@@ -238,8 +292,12 @@ def main(arguments: list[str] | None = None) -> int:
     """Entry point of the child process; returns its exit status."""
     given = sys.argv[1:] if arguments is None else arguments
     die_with_parent()
+    spec = HeadSpec.from_json(given[0])
     try:
-        result = run(HeadSpec.from_json(given[0]))
+        if "--stay" in given[1:]:
+            stay(spec)
+            return 0
+        result = run(spec)
     except HydraError as error:
         _say({"error": error.message, "hint": error.hint})
         return error.exit_code

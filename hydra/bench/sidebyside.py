@@ -19,14 +19,21 @@ from typing import Any
 
 from hydra.bench.link import Link
 from hydra.bench.pairs import Ratio, Report, Setting, compare, order, percentile, run_head, settle, start
+from hydra.bench.process import cpu_seconds, process_tree
+from hydra.bench.resident import SpeedHead
 from hydra.bench.run_head import HeadSpec
 
 _FLOOR_RUNS = 3
+_TURNS = 4
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is compared. ``link``: bits per second and one-way delay in s, None = loopback. ``loads``: those too."""
+    """What is compared. ``link``: bits per second and one-way delay in s, None = loopback. ``loads``: those too.
+
+    ``resident``: all heads are loaded at once and take turns of a second or so, which a busy machine disturbs least;
+    else each run loads anew, for models of which a card holds only one.
+    """
 
     model: Path
     pairs: int = 5
@@ -42,6 +49,7 @@ class Plan:
     cache_type: str = "f16"
     pipeline: bool = False
     loads: bool = True
+    resident: bool = True
 
 
 @dataclass
@@ -76,9 +84,12 @@ def run(plan: Plan, report: Report) -> Outcome:
         caches = Path(tempfile.mkdtemp(prefix="hydra-bench-"))
         stack.callback(shutil.rmtree, caches, ignore_errors=True)
         measurement = _Measurement(plan, link, caches, report)
+        if plan.resident:
+            measurement.turns()
         for pair in range(plan.pairs):
             for kind in order(pair):
-                measurement.speed(kind, f"pair {pair + 1} of {plan.pairs}")
+                if not plan.resident:
+                    measurement.speed(kind, f"pair {pair + 1} of {plan.pairs}")
                 if plan.loads:
                     measurement.load(kind)
                     measurement.warm_load(kind)
@@ -113,6 +124,63 @@ class _Measurement:
             decode_tokens=plan.decode_tokens,
             verify_steps=plan.verify_steps,
         )
+
+    def turns(self) -> None:
+        """All heads loaded, and round them in short turns: a pair is what was measured within seconds of each other."""
+        plan = self._plan
+        with contextlib.ExitStack() as stack:
+            pids: dict[str, int] = {}
+            heads: dict[str, SpeedHead] = {}
+            for kind in ("stock", "hydra", "none"):
+                peer = stack.enter_context(start(kind, self._setting)) if kind != "none" else None
+                netns = self._netns if peer else None
+                heads[kind] = stack.enter_context(SpeedHead(self._speeder, peer, netns))
+                if peer is not None:
+                    pids[kind] = peer.pid
+            for pair in range(plan.pairs):
+                self._pair_of_turns(heads, pids, pair)
+                last = {kind: self._samples[kind, "decode"][-1] for kind in heads if self._samples[kind, "decode"]}
+                said = ", ".join(f"{kind} {speed:.2f}" for kind, speed in last.items())
+                self._report(f"pair {pair + 1} of {plan.pairs}: decode in tok/s: {said}")
+
+    def _pair_of_turns(self, heads: dict[str, SpeedHead], pids: dict[str, int], pair: int) -> None:
+        plan = self._plan
+
+        def around(turn: int) -> list[str]:
+            kinds = [*order(pair + turn)]
+            return [*kinds, "none"] if (pair + turn) % 2 == 0 else ["none", *kinds]
+
+        for number, length in enumerate(plan.prompts):
+            for kind in around(number):
+                seconds = heads[kind].ask(do="prefill", tokens=length, seed=pair)["s"]
+                self._add(kind)(f"prefill {length}", length / seconds)
+        for kind in heads:
+            heads[kind].ask(do="begin")
+        steps: dict[str, list[float]] = defaultdict(list)
+        tokens: dict[str, list[int]] = defaultdict(list)
+        cpu: dict[str, float] = defaultdict(float)
+        verify_s: dict[str, float] = defaultdict(float)
+        for turn, count in enumerate(_parts(plan.decode_tokens)):
+            for kind in around(turn):
+                before = cpu_seconds(process_tree(pids[kind])) if kind in pids else 0.0
+                result = heads[kind].ask(do="decode", tokens=count)
+                cpu[kind] += cpu_seconds(process_tree(pids[kind])) - before if kind in pids else 0.0
+                steps[kind] += result["step_ms"]
+                tokens[kind] += result["tokens"]
+        for turn, count in enumerate(_parts(plan.verify_steps)):
+            for kind in around(turn):
+                verify_s[kind] += heads[kind].ask(do="verify", steps=count)["s"]
+        for kind in heads:
+            add = self._add(kind)
+            if plan.decode_tokens:
+                add("decode", 1e3 * len(steps[kind]) / sum(steps[kind]))
+                add("step_p50_ms", statistics.median(steps[kind]))
+                add("step_p99_ms", percentile(steps[kind], 0.99))
+                if kind in pids:
+                    add("cpu_s_per_token", cpu[kind] / len(steps[kind]))
+            if plan.verify_steps:
+                add("verify", plan.verify_steps / verify_s[kind])
+            self._agree &= tokens[kind] == tokens["none"]
 
     def speed(self, kind: str, where: str) -> None:
         with start(kind, self._setting) as peer:
@@ -157,13 +225,14 @@ class _Measurement:
 
     def bounds(self) -> None:
         """The ceiling of speed (no peer) and the floors of loads (a sink)."""
-        result, _ = run_head(self._speeder, None)
-        add = self._add("none")
-        add("decode", result.decode_tps)
-        add("verify", result.verify_sps)
-        for length, speed in result.prefill_tps.items():
-            add(f"prefill {length}", speed)
-        self._report(f"no peer: decode {result.decode_tps:.2f} tok/s")
+        if not self._plan.resident:
+            result, _ = run_head(self._speeder, None)
+            add = self._add("none")
+            add("decode", result.decode_tps)
+            add("verify", result.verify_sps)
+            for length, speed in result.prefill_tps.items():
+                add(f"prefill {length}", speed)
+            self._report(f"no peer: decode {result.decode_tps:.2f} tok/s")
         if not self._plan.loads:
             return
         for kind, name in (("sink", "load"), ("sink-found", "warm_load")):
@@ -207,6 +276,7 @@ class _Measurement:
             "verify_steps": plan.verify_steps,
             "peer_layers": plan.peer_layers,
             "cache_type": plan.cache_type,
+            "resident": plan.resident,
         }
         return outcome
 
@@ -248,3 +318,8 @@ class _Measurement:
     def _median(self, kind: str, name: str) -> float | None:
         values = [value for value in self._samples.get((kind, name), ()) if value]
         return statistics.median(values) if values else None
+
+
+def _parts(count: int) -> list[int]:
+    """``count`` in up to four turns of about the same size."""
+    return [part for turn in range(_TURNS) if (part := (count + turn) // _TURNS)]
