@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from hydra.errors import EngineError, ModelError, RequestError
-from hydra.head.engine import Engine
+from hydra.head.engine import CHECKPOINT_TAIL, Engine
 from hydra.head.sampling import SamplingParams
 from hydra.head.spec import DraftSpec, EngineSpec
 from tests.engine_support import PROMPTS, Answer, answers_of, ask, drain, take, toy, toy_language, toy_spec
@@ -234,3 +234,25 @@ def test_cancelling_does_not_disturb_the_others() -> None:
         drain(engine, answers)
     assert [answers[i].reason for i in "012"] == ["length", "cancelled", "length"]
     assert answers["2"].tokens == words.say(99, 40)
+
+
+LONG = "A long prompt, longer than what a checkpoint is made for, with many words in it. " * 3
+
+
+@pytest.mark.parametrize("kind", ["none", "mtp"])
+@pytest.mark.parametrize("slots", [1, 3])
+def test_a_recurrent_state_is_kept_for_another_ending(kind: str, slots: int) -> None:
+    """The hybrid model cannot cut its state back, but goes on from the checkpoint some tokens before the prompt's
+    end.
+    """
+    path = toy(exact=False)
+    turns = [LONG + "Assistant:", LONG + "Assistant:", LONG + "Answer: yes. And then?", LONG + "Assistant:",
+             LONG[:-1] + "Assistant:", "Something else entirely, and short."]
+    kept = len(LONG + "Assistant:") - CHECKPOINT_TAIL
+    cached = []
+    with Engine(toy_spec(path, kind, parallel=slots)) as engine:
+        for text in turns:
+            (warm,) = ask(engine, [text], max_tokens=15)
+            assert warm.tokens == answers_of(toy_spec(path, kind), [text], max_tokens=15)[0].tokens, text[-20:]
+            cached.append(warm.stats["cached_tokens"])
+    assert cached == [0, kept, kept, kept, kept, 0]

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from hydra.bench.stock import StockServer
-from hydra.head.engine import Engine
+from hydra.head.engine import CHECKPOINT_TAIL, Engine
 from hydra.head.spec import Endpoint
 from hydra.peer.launch import start_peer
 from tests.engine_support import PROMPTS, Answer, answers_of, ask, first_difference, toy, toy_spec
@@ -52,3 +52,16 @@ def test_any_split_by_name(address: str, local: list[Answer], on_peer: int) -> N
         assert engine.info["layers"] == {"mini": on_peer, "head": 4 - on_peer}
         (answer,) = ask(engine, PROMPTS[:1])
     assert answer.tokens == local[0].tokens
+
+
+@pytest.mark.parametrize("kind", ["none", "mtp"])
+def test_a_kept_state_on_the_peer_is_gone_back_to(address: str, kind: str) -> None:
+    """A prompt with another ending goes on from the checkpoint; the peer's layers have theirs on the peer."""
+    beginning = "A long prompt, longer than what a checkpoint is made for, with many words in it. " * 2
+    path = toy(exact=False)
+    spec = toy_spec(path, kind, endpoints=(Endpoint("mini", address),), layers={"mini": 3})
+    with Engine(spec) as engine:
+        for ending in ("Assistant:", "Answer: no."):
+            (answer,) = ask(engine, [beginning + ending], max_tokens=20)
+            assert answer.tokens == answers_of(toy_spec(path, kind), [beginning + ending], max_tokens=20)[0].tokens
+        assert answer.stats["cached_tokens"] == len(beginning) + len("Assistant:") - CHECKPOINT_TAIL

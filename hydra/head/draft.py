@@ -51,6 +51,9 @@ class Drafter(Protocol):
     def rewind(self, slot: int, n_tokens: int) -> None:
         """The target's slot now holds its first ``n_tokens`` tokens only."""
 
+    def mark(self, slot: int, n_tokens: int) -> None:
+        """The target keeps the slot's state of now, at ``n_tokens`` tokens: ``rewind`` may go back to it."""
+
     def close(self) -> None: ...
 
 
@@ -69,6 +72,8 @@ class _Seat:
         self.tokens = np.zeros(capacity, np.int32)
         self.rows: Rows = np.zeros((capacity, n_embd), np.float32)
         self.pending: Rows = np.zeros(n_embd, np.float32)
+        self.marked = 0
+        self.marked_row: Rows = np.zeros(n_embd, np.float32)
 
 
 class MtpDrafter:
@@ -213,8 +218,13 @@ class MtpDrafter:
             seat.n = keep
             return
         seat.fed, seat.n, seat.dirty = n_tokens, 0, True
-        # The row before this point is gone. One pair with a row of zeros makes one guess worse, never an answer.
-        seat.pending[:] = 0
+        # Elsewhere the row before this point is gone: a row of zeros makes one guess worse, never an answer.
+        seat.pending[:] = seat.marked_row if n_tokens and n_tokens == seat.marked else 0
+
+    def mark(self, slot: int, n_tokens: int) -> None:
+        seat = self._seats[slot]
+        seat.marked = n_tokens
+        seat.marked_row[:] = seat.pending
 
     def _drain(self, slot: int) -> None:
         """Forget the slot's guesses, and move its queue into the batch, without outputs."""

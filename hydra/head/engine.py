@@ -28,6 +28,9 @@ from .slots import Chunk, Done, DraftStats, Event, Failed, Request, Slot
 from .spec import EngineSpec
 
 MIN_PREFILL_TOKENS = 16
+# A recurrent state cannot be cut back, so it is kept once per prompt, some tokens before its end: the next turn often
+# has the same prompt with another ending (a chat template's opening of the answer, a text without its reasoning).
+CHECKPOINT_TAIL, CHECKPOINT_MIN = 16, 128
 
 
 class Engine:
@@ -60,6 +63,8 @@ class Engine:
         self.steps = 0
         self.python_s = 0.0
         self.decoded_steps = 0
+        if self.model.recurrent:
+            self._reserve_checkpoints()
 
     # -- what others ask ---------------------------------------------------------------------------------------------
 
@@ -153,6 +158,15 @@ class Engine:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _reserve_checkpoints(self) -> None:
+        """Keep one state for each slot now, so that the memory for it is taken before anything is served."""
+        for slot in self.slots:
+            self._batch.clear()
+            self._batch.add((0,), 0, slot.id, output="last")
+            self._target.decode(self._batch)
+            slot.kept = self._target.keep_state(slot.id)
+            self._target.remove(slot.id, -1)
+
     # -- one step ----------------------------------------------------------------------------------------------------
 
     def step(self) -> list[Event]:
@@ -209,6 +223,9 @@ class Engine:
                 continue
             request.admitted_at = time.perf_counter()
             request.n_cached = self._reuse(slot, request.prompt)
+            at = len(request.prompt) - CHECKPOINT_TAIL
+            if self.model.recurrent and at - request.n_cached >= CHECKPOINT_MIN:
+                request.checkpoint_at = at
             slot.request = request
             slot.next_token = None
             self._acceptance[request.id] = self._overall.copy()
@@ -252,20 +269,29 @@ class Engine:
 
     def _best_slot(self, request: Request, idle: list[Slot]) -> Slot:
         """The idle slot with most of the prompt in it, else the one unused for longest."""
-        return max(idle, key=lambda slot: (slot.common_prefix(request.prompt), -slot.used_at))
+        return max(idle, key=lambda slot: (self._reusable(slot, request.prompt), -slot.used_at))
+
+    def _reusable(self, slot: Slot, prompt: list[int]) -> int:
+        """How many tokens of the prompt the slot can keep: all but its last at most, whose logits are needed."""
+        keep = min(slot.common_prefix(prompt), len(prompt) - 1)
+        if keep == len(slot.tokens):
+            return keep
+        if self.model.recurrent and len(slot.tokens) - keep > slot.rollback:
+            # The return code of a removal would say yes, with a state that is another's.
+            return slot.checkpoint if slot.checkpoint <= keep else 0
+        if self.model.n_swa and keep and self._target.pos_min(slot.id) > max(0, keep - self.model.n_swa):
+            return 0  # the window before this point is overwritten
+        return keep
 
     def _reuse(self, slot: Slot, prompt: list[int]) -> int:
-        """Keep what the slot shares with the prompt (all but its last token: that one gives the logits); forget the
-        rest.
-        """
-        keep = min(slot.common_prefix(prompt), len(prompt) - 1)
-        if keep < len(slot.tokens):
-            if keep and self.model.recurrent and len(slot.tokens) - keep > slot.rollback:
-                keep = 0  # the return code of the removal would say yes, with a state that is another's
-            if keep and self.model.n_swa and self._target.pos_min(slot.id) > max(0, keep - self.model.n_swa):
-                keep = 0  # the window before this point is overwritten
-            keep = self._forget(slot, keep)
-        return keep
+        """Keep of the slot what the prompt begins with; forget the rest. Returns how many tokens were kept."""
+        keep = self._reusable(slot, prompt)
+        if keep == len(slot.tokens):
+            return keep
+        if keep and keep == slot.checkpoint and self.model.recurrent and len(slot.tokens) - keep > slot.rollback and (
+                not self._target.go_back(slot.id, slot.kept)):
+            keep = 0
+        return self._forget(slot, keep)
 
     def _forget(self, slot: Slot, keep: int) -> int:
         """Keep the slot's first ``keep`` tokens; returns how many were really kept."""
@@ -277,6 +303,8 @@ class Engine:
             self._drafter.rewind(slot.id, keep)
         del slot.tokens[keep:]
         slot.rollback = 0
+        if keep < slot.checkpoint:
+            slot.checkpoint = 0
         return keep
 
     # -- decoding ----------------------------------------------------------------------------------------------------
@@ -293,7 +321,7 @@ class Engine:
         if not slots:
             return 0.0
         length = self._length(len(slots))
-        n, drafts, draft_s = self._draft(slots, length)
+        drafts, draft_s = self._draft(slots, length)
         batch = self._batch
         batch.clear()
         started = time.perf_counter()
@@ -315,7 +343,7 @@ class Engine:
                 slot.request.draft.verify_s += verify_s / len(slots)
             self._accept(slot, first, drafts[slot.id], real, events)
         if self._drafter is not None:
-            length.measured(n, draft_s, verify_s)
+            length.measured(max(guessed), draft_s, verify_s)
             self.stats.draft_s += draft_s
             self.stats.verify_s += verify_s
         self._decode_s = draft_s + verify_s if not self._decode_s else 0.8 * self._decode_s + 0.2 * (draft_s + verify_s)
@@ -355,11 +383,11 @@ class Engine:
         del slot.tokens[keep:keep + drop]
         return True
 
-    def _draft(self, slots: list[Slot], length: DraftLength) -> tuple[int, dict[int, list[int]], float]:
-        """Guesses for each slot, the length asked for, and the seconds it took."""
+    def _draft(self, slots: list[Slot], length: DraftLength) -> tuple[dict[int, list[int]], float]:
+        """Guesses for each slot, and the seconds it took."""
         none: dict[int, list[int]] = {slot.id: [] for slot in slots}
         if self._drafter is None:
-            return 0, none, 0.0
+            return none, 0.0
         requests = [slot.request for slot in slots if slot.request is not None]
         fixed = [request.params.draft_n for request in requests if request.params.draft_n is not None]
         if fixed:
@@ -369,11 +397,11 @@ class Engine:
         room = self.n_ctx - self._used() - len(slots)
         n = min(n, room // len(slots), max(self._wanted(slot) - 1 for slot in slots))
         if n <= 0:
-            return 0, none, 0.0
+            return none, 0.0
         started = time.perf_counter()
         jobs = [(slot.id, slot.tokens, slot.next_token or 0) for slot in slots]
         drafts = self._drafter.draft(jobs, n)
-        return n, drafts, time.perf_counter() - started
+        return drafts, time.perf_counter() - started
 
     def _wanted(self, slot: Slot) -> int:
         """How many more tokens the slot's request may still get."""
@@ -474,7 +502,10 @@ class Engine:
             if request is None or batch.n >= budget:
                 break
             at = len(slot.tokens)
-            piece = request.prompt[at:at + budget - batch.n]
+            end = at + budget - batch.n
+            if at < request.checkpoint_at < end:
+                end = request.checkpoint_at
+            piece = request.prompt[at:end]
             last = at + len(piece) == len(request.prompt)
             first = batch.add(piece, at, slot.id, output="last" if last else "none")
             parts.append((slot, piece, first, last))
@@ -494,6 +525,11 @@ class Engine:
         for slot, piece, first, last in parts:
             slot.tokens.extend(piece)
             slot.rollback = 0
+            if slot.request is not None and len(slot.tokens) == slot.request.checkpoint_at:
+                slot.kept = self._target.keep_state(slot.id)
+                slot.checkpoint = len(slot.tokens)
+                if self._drafter is not None:
+                    self._drafter.mark(slot.id, slot.checkpoint)
             if last:
                 self._first_token(slot, first + len(piece) - 1, events)
         return seconds

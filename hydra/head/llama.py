@@ -38,6 +38,7 @@ CACHE_TYPES = {"f32": 0, "f16": 1, "q4_0": 2, "q4_1": 3, "q5_0": 6, "q5_1": 7, "
 DEVICE_CPU, DEVICE_GPU, DEVICE_IGPU = 0, 1, 2
 _NEXTN = "_Z26llama_get_embeddings_nextnP13llama_context"  # a C++ function: llama_cpp_ext has the same name
 _VIEWS_MAX = 512
+_STATE_FLAGS = 1 | 2  # LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY: what cannot be cut back; ON_DEVICE: copies stay there
 Progress = Callable[[float], bool]
 
 
@@ -574,6 +575,32 @@ class Context:
         buffer = (ctypes.c_uint8 * size)()
         written = int(self._a.c.llama_state_seq_get_data(self.handle, buffer, size, seq))
         return bytes(memoryview(buffer)[:written])
+
+    def keep_state(self, seq: int) -> bytes:
+        """Keep a copy of one sequence's recurrent state on its devices, in place of the last one kept.
+
+        Returns what ``go_back`` wants; the state itself does not leave the devices, the peers' included.
+        Raises: EngineError.
+        """
+        c = self._a.c
+        size = int(c.llama_state_seq_get_size_ext(self.handle, seq, _STATE_FLAGS))
+        buffer = (ctypes.c_uint8 * max(1, size))()
+        written = int(c.llama_state_seq_get_data_ext(self.handle, buffer, size, seq, _STATE_FLAGS))
+        if written != size:
+            raise EngineError(f"The state of sequence {seq} could not be kept: {written} of {size} bytes were written.")
+        return bytes(memoryview(buffer)[:written])
+
+    def go_back(self, seq: int, kept: bytes) -> bool:
+        """Put back what ``keep_state`` kept for this sequence last."""
+        c = self._a.c
+        buffer = (ctypes.c_uint8 * max(1, len(kept))).from_buffer_copy(kept)
+        return int(c.llama_state_seq_set_data_ext(self.handle, buffer, len(kept), seq, _STATE_FLAGS)) == len(kept)
+
+    def restore(self, seq: int, state: bytes) -> None:
+        """Makes a sequence what another was when ``state`` was taken. Raises: DeviceError when there is no room."""
+        buffer = (ctypes.c_uint8 * len(state)).from_buffer_copy(state)
+        if not self._a.c.llama_state_seq_set_data(self.handle, buffer, len(state), seq):
+            raise DeviceError(f"A state of {len(state)} bytes cannot be restored.", "Use a larger ctx_size.")
 
     def _free_samplers(self) -> None:
         for sampler in self._samplers:

@@ -236,6 +236,10 @@ def _account(contexts: _Contexts, place: Placement) -> memory.Estimate:
         for buffer, sizes in (memory.breakdown(context) if context is not None else {}).items():
             device = place.buffers.get(buffer, buffer if buffer in place.node_of else "CPU")
             result.add(device, place.node_of.get(device, place.head), sizes, draft)
+    for buffer, size in memory.kept_states(contexts.target).items():
+        device = place.buffers.get(buffer, buffer if buffer in place.node_of else "CPU")
+        result.by_device[device].checkpoints += size
+        result.by_node[place.node_of.get(device, place.head)].checkpoints += size
     return result
 
 

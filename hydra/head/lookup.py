@@ -63,5 +63,8 @@ class LookupDrafter:
         if n_tokens < self._index[slot].n:
             self._index[slot] = _Index()
 
+    def mark(self, slot: int, n_tokens: int) -> None:
+        del slot, n_tokens  # the index is made anew from the tokens
+
     def close(self) -> None:
         pass  # nothing is owned

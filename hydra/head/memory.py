@@ -43,8 +43,8 @@ class _TreeNode(ctypes.Structure):
 
 @dataclass
 class Use:
-    """Bytes on one node by what for: weights, KV and recurrent state, compute buffers; the same of the draft
-    context.
+    """Bytes on one node by what for: weights, KV and recurrent state, compute buffers; the same of the draft context;
+    the copies of recurrent states that the engine keeps.
     """
 
     model: int = 0
@@ -52,19 +52,23 @@ class Use:
     compute: int = 0
     draft_context: int = 0
     draft_compute: int = 0
+    checkpoints: int = 0
 
     @property
     def total(self) -> int:
-        return self.model + self.context + self.compute + self.draft_context + self.draft_compute
+        return (self.model + self.context + self.compute + self.draft_context + self.draft_compute
+                + self.checkpoints)
 
     def describe(self) -> str:
         parts = [("weights", self.model), ("KV and state", self.context), ("compute", self.compute),
-                 ("draft KV", self.draft_context), ("draft compute", self.draft_compute)]
+                 ("draft KV", self.draft_context), ("draft compute", self.draft_compute),
+                 ("kept states", self.checkpoints)]
         return ", ".join(f"{name} {size / (1 << 30):.2f} GiB" for name, size in parts if size)
 
     def to_dict(self) -> dict[str, int]:
         return {"model": self.model, "context": self.context, "compute": self.compute,
-                "draft_context": self.draft_context, "draft_compute": self.draft_compute, "total": self.total}
+                "draft_context": self.draft_context, "draft_compute": self.draft_compute,
+                "checkpoints": self.checkpoints, "total": self.total}
 
 
 @dataclass
@@ -83,6 +87,16 @@ class Estimate:
                 use.model += sizes[0]
                 use.context += sizes[1]
                 use.compute += sizes[2]
+
+
+def kept_states(context: Context) -> dict[str, int]:
+    """Bytes of one kept copy of every slot's recurrent state, by buffer type name.
+
+    The memory holds 1 + n_rs_seq copies of each; its sizes are taken from the log, for the accounting does not tell
+    state from KV.
+    """
+    copies = 1 + context.n_rs_seq
+    return {name: size // copies for name, size in context.log.by_device(("RS",)).items()}
 
 
 def breakdown(context: Context) -> dict[str, tuple[int, int, int]]:

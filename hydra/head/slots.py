@@ -104,6 +104,7 @@ class Request:
         self.sampler: Sampler | None = None
         self.preserved: frozenset[int] = frozenset()  # control tokens whose text is part of the answer
         self.n_cached = 0
+        self.checkpoint_at = 0
         self.draft = DraftStats()
         self.steps = 0
         self.python_s = 0.0
@@ -134,6 +135,7 @@ class Slot:
 
     ``tokens`` lie in the memory at positions 0, 1, …; ``next_token`` was sampled and does not yet. ``rollback`` = how
     many of the last tokens a recurrent memory can still forget (its snapshots are overwritten by the next batch).
+    ``checkpoint`` = a number of tokens whose state is kept beside (0: none); ``kept`` is what takes it back.
     """
 
     def __init__(self, id: int) -> None:
@@ -142,6 +144,8 @@ class Slot:
         self.request: Request | None = None
         self.next_token: int | None = None
         self.rollback = 0
+        self.checkpoint = 0
+        self.kept = b""
         self.used_at = 0.0
 
     @property
