@@ -31,6 +31,7 @@ def test_the_choice_of_length_stops_useless_guessing() -> None:
     """Adaptive lookup on a text whose guesses are always wrong drafts little."""
     path = toy("toy-llama")
     with Engine(toy_spec(path, "lookup", 4, adaptive=True)) as engine:
-        prompt = [token for i in range(33, 120) for token in (i, i + 1, 10)]  # each pair is followed by what never comes
+        # Each pair is followed by what never comes.
+        prompt = [token for i in range(33, 120) for token in (i, i + 1, 10)]
         (answer,) = ask(engine, [prompt], max_tokens=90)
     assert answer.stats["drafted"] <= 90
