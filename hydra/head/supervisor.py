@@ -344,7 +344,8 @@ class Supervisor:
         self._emit(
             "failure", f"{failure.reason}{streams}. {failure.hint}".strip(), failure.node, "error", failure.to_json()
         )
-        if self._fallback is not None and loading:
+        # A peer that went away meanwhile says nothing about the new settings.
+        if self._fallback is not None and loading and not failure.key.startswith(("peer:", "link:")):
             error = failure.error or EngineError(failure.reason, failure.hint)
             self.spec, self.peers = self._fallback
             self.board.parallel = self.spec.parallel
