@@ -75,7 +75,7 @@ class HydraTarget:
     def start(self) -> None:
         self.process: PeerProcess = start_peer(
             device="CPU",
-            threads=2,
+            threads=1,
             first_byte_s=DEADLINE_S,
             hello_s=DEADLINE_S,
             message_s=DEADLINE_S,
@@ -112,7 +112,7 @@ class StockTarget:
         self.start()
 
     def start(self) -> None:
-        self.server = StockServer(device="CPU", threads=2)
+        self.server = StockServer(device="CPU", threads=1)
         resource.prlimit(self.server.pid, resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
         self.host, self.port = self.server.host, self.server.port
 
@@ -221,6 +221,7 @@ def play(case: Case, target: Target) -> Result:
             sock.close()
         elif not case.hold:
             outcome = outcome_of(sock, ANSWER_S)
+            sock.close()  # a server of one client at a time must not be blamed for the next one's wait
     except OSError as error:
         note = f"no session: {error}"
     served, why = next_client(target.host, target.port)

@@ -1,0 +1,110 @@
+"""Fuzzing in the test run: 20,000 messages of a fixed seed, as many of a fresh one, and hypothesis over the same generators.
+
+The device worker must not restart. A session that restarts it is named by seed and number:
+``python -m tests.hostile.fuzz --seed S --session N --log`` plays it again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+from collections.abc import Iterator, Sequence
+from typing import TypeVar
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from hydra.peer.launch import PeerProcess, start_peer
+from tests.hostile import fuzz
+from tests.peer_tools import get_json
+
+T = TypeVar("T")
+MESSAGES = 20_000
+FIXED_SEED = 20261130
+
+
+@pytest.fixture(scope="module")
+def peer() -> Iterator[PeerProcess]:
+    with start_peer(device="CPU", **fuzz.PEER) as process:
+        yield process
+
+
+def restarts(peer: PeerProcess) -> int:
+    return int(get_json(peer.port, "/health")["restarts"])
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("seed", [FIXED_SEED, secrets.randbits(32)], ids=["fixed", "fresh"])
+def test_no_message_restarts_the_worker(peer: PeerProcess, seed: int) -> None:
+    fuzzer = fuzz.Fuzzer(peer.host, peer.port)
+    before = restarts(peer)
+    guilty = fuzzer.run(seed, MESSAGES, lambda: restarts(peer), lambda line: None)
+    tally = fuzzer.tally
+    print(
+        f"seed {seed}: {tally.messages} messages, {tally.graphs} graphs, {tally.sessions} sessions, {tally.closed} closed"
+    )
+    assert not guilty, f"seed {seed}: {guilty}"
+    assert restarts(peer) == before
+    assert tally.messages >= MESSAGES
+    # it must neither stop at the door nor be let through unseen
+    assert tally.graphs > MESSAGES // 50
+    assert tally.sessions // 10 < tally.closed < tally.sessions
+
+
+class Drawn:
+    """fuzz.Source from hypothesis, which can then shrink a session to the message that matters."""
+
+    def __init__(self, data: st.DataObject) -> None:
+        self._draw = data.draw
+
+    def integer(self, low: int, high: int) -> int:
+        return self._draw(st.integers(low, high))
+
+    def chance(self, percent: int) -> bool:
+        return self.integer(0, 99) < percent
+
+    def choice(self, items: Sequence[T]) -> T:
+        return items[self.integer(0, len(items) - 1)]
+
+    def data(self, size: int) -> bytes:
+        seed = self._draw(st.binary(min_size=1, max_size=8))
+        return (seed * (size // len(seed) + 1))[:size]
+
+
+@pytest.mark.timeout(240)
+@settings(
+    max_examples=60,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=list(HealthCheck),
+    print_blob=True,
+)
+@given(data=st.data())
+def test_no_session_that_hypothesis_finds_restarts_the_worker(peer: PeerProcess, data: st.DataObject) -> None:
+    before = restarts(peer)
+    tally = fuzz.Tally()
+    connection = fuzz.Wire(peer.host, peer.port, tally)
+    try:
+        with contextlib.suppress(ConnectionError):
+            fuzz.structured_session(Drawn(data), connection)
+    finally:
+        connection.close()
+    assert restarts(peer) == before
+
+
+def test_the_generators_make_graphs_that_are_in_order() -> None:
+    """Without this the fuzzer could knock at the door for ever: its unbent graphs must pass the rules."""
+    from hydra.peer import rules
+    from tests.hostile.tables import parse_graph, table
+
+    seen = set()
+    for number in range(150):
+        place = fuzz.Place(1, 1 << 40, 1 << 20)
+        payload, _ = fuzz.make_graph(fuzz.Random(5, number), place, bend=False)
+        t = table(*parse_graph(payload), {1: (1 << 40, 1 << 20)})
+        rules.check_tensors(t)
+        rules.check_graph(t)
+        seen |= {rules.op_name(int(op)) for op in t.op[t.nodes]}
+    assert len(seen) >= 35
