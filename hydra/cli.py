@@ -57,9 +57,12 @@ config_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None,
                          help="Look at hydra.toml as hydra understands it.")
 cache_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="The weights that this box keeps for heads.")
 certs_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Certificates for TLS between the boxes.")
+service_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None,
+                          help="This box's node as a systemd service.")
 app.add_typer(config_app, name="config")
 app.add_typer(cache_app, name="cache")
 app.add_typer(certs_app, name="certs")
+app.add_typer(service_app, name="service")
 
 ConfigFile = Annotated[str | None, typer.Option(
     "--config", metavar="FILE", help="hydra.toml to use (or HYDRA_CONFIG; else ./, ~/.config/hydra/, /etc/hydra/).")]
@@ -372,6 +375,43 @@ def certs_init(
     from .commands import certs
 
     certs.init(config, days, renew, as_json=as_json)
+
+
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Only say what would be done.")]
+
+
+@service_app.command("install")
+def service_install(
+    config: ConfigFile = None,
+    node: NodeName = None,
+    user: Annotated[str, typer.Option("--user", metavar="NAME", show_default=False,
+                                      help="Whom it runs as; whoever called sudo if not given.")] = "",
+    start: Annotated[bool, typer.Option("--start/--no-start", help="Start it now, not only at the next boot.")] = True,
+    dry_run: DryRun = False,
+    debug: Debug = False,
+) -> None:
+    """Have systemd run this box's node, from the next boot on and now."""
+    from .commands import service
+
+    service.install(config, node, user, start=start, dry_run=dry_run)
+
+
+@service_app.command("uninstall")
+def service_uninstall(dry_run: DryRun = False, debug: Debug = False) -> None:
+    """Stop the service and remove it."""
+    from .commands import service
+
+    service.uninstall(dry_run=dry_run)
+
+
+@service_app.command("status")
+def service_status(as_json: AsJson = False, debug: Debug = False) -> None:
+    """Say how the service is. Exit code 1 when it does not run."""
+    from .commands import service
+
+    code = service.status(as_json=as_json)
+    if code:
+        raise typer.Exit(code)
 
 
 # ---- entry ---------------------------------------------------------------------------------------------------------
