@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import platform
+from pathlib import Path
+from typing import Any
 
 from .. import __version__, console
+from ..ggml import library
 from ..rpc import wire
 
 
@@ -15,10 +19,23 @@ def run(*, as_json: bool) -> None:
     except importlib.metadata.PackageNotFoundError:
         package = "not installed"
     major, minor, patch = wire.PROTOCOL_VERSION
-    values = {"hydra": __version__, "llama_cpp_python": package, "ggml_rpc": f"{major}.{minor}.{patch}",
-              "python": platform.python_version(), "platform": platform.platform()}
+    build = build_info()
+    values = {"hydra": __version__, "llama_cpp_python": package, "ggml": library.PINNED_GGML,
+              "ggml_rpc": f"{major}.{minor}.{patch}", "python": platform.python_version(),
+              "platform": platform.platform()}
     if as_json:
-        console.result_json(values)
+        console.result_json({**values, "one_file": build})
         return
+    if build:
+        values["one_file"] = ", ".join(f"{name} {value}" for name, value in build.items() if value)
     for name, value in values.items():
         console.result(f"{name:<17} {value}")
+
+
+def build_info() -> dict[str, Any] | None:
+    """What build/binary.sh wrote into the one-file program; None in any other installation."""
+    try:
+        found: dict[str, Any] = json.loads((Path(__file__).parent.parent / "build-info.json").read_text("utf-8"))
+        return found
+    except FileNotFoundError:
+        return None
