@@ -13,6 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
+from hydra.bench import linkbench
 from hydra.errors import ConfigError
 
 app = typer.Typer(
@@ -23,7 +24,7 @@ _RESIDENT_BYTES = 2 << 30  # three copies of a larger model may not fit
 _NAGLE_SHAPE = "toy-llama"  # small, so that a step is all network
 
 # Processes that a benchmark starts of itself from the single file; from a checkout they are run as modules.
-_WORKERS = ("stock", "sink", "relay", "run_head", "engine_head")
+_WORKERS = ("stock", "sink", "relay", "run_head", "engine_head", "linkhead")
 
 ModelFile = Annotated[
     Path | None, typer.Option("--model", "-m", metavar="FILE", help="GGUF to measure with (else one that is at hand).")
@@ -240,3 +241,4 @@ def _register(name: str) -> None:
 
 for _name in ("mtp", "soak"):
     _register(_name)
+app.command("link")(linkbench.command)
