@@ -1,4 +1,4 @@
-"""The hostile corpus against hydra's peer: every session is closed or answered, and the next client always gets its sum.
+"""The hostile corpus against hydra's peer: every session is closed or answered, and the next client gets its sum.
 
 ``python -m tests.hostile.run`` plays the same against the stock server too; the table is in docs/security.md.
 """

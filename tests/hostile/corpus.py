@@ -12,7 +12,7 @@ and op_rules*.py. The length of this file is its data: a case is a line.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -58,6 +58,15 @@ class Case:
 
 
 CASES: list[Case] = []
+
+
+def fixed(data: bytes) -> Callable[[Context], bytes]:
+    """Bytes that need to know nothing."""
+    return lambda _: data
+
+
+def set_of_type(number: int) -> Callable[[Context], bytes]:
+    return lambda c: set_tensor(tensor(c=c, at=0, type_=number), bytes(64))
 
 
 def case(
@@ -148,9 +157,9 @@ for command, payload in (
     (Command.BUFFER_GET_BASE, bytes(8)),
     (Command.FREE_BUFFER, struct.pack("<Q", U64)),
 ):
-    simple(f"{command.name} of handle {payload[:8].hex()}", "handles", lambda c, m=message(command, payload): m)
+    simple(f"{command.name} of handle {payload[:8].hex()}", "handles", fixed(message(command, payload)))
 for command in (Command.GET_ALIGNMENT, Command.GET_MAX_SIZE, Command.GET_DEVICE_MEMORY, Command.GRAPH_RECOMPUTE):
-    simple(f"{command.name} of device 77", "handles", lambda c, m=message(command, struct.pack("<I", 77)): m)
+    simple(f"{command.name} of device 77", "handles", fixed(message(command, struct.pack("<I", 77))))
 simple("ALLOC_BUFFER on device 2^32-1", "handles", lambda c: alloc(64, U32))
 simple("ALLOC_BUFFER of 2^63 bytes", "handles", lambda c: alloc(HUGE), then="answered")
 simple("ALLOC_BUFFER of 2^64-1 bytes", "handles", lambda c: alloc(U64), then="answered")
@@ -187,7 +196,7 @@ def add_graph(c: Context) -> bytes:
 
 for number in (4, 5, 31, 36, 43, 255, 2**31, U32):
     simple(f"SET_TENSOR of type {number}", "types",
-           lambda c, n=number: set_tensor(tensor(c=c, at=0, type_=n), bytes(64)))  # fmt: skip
+           set_of_type(number))  # fmt: skip
 simple("GET_TENSOR of type 43", "types", lambda c: get_tensor(tensor(c=c, at=0, type_=43)))
 simple("INIT_TENSOR of type 2^31", "types",
        lambda c: message(Command.INIT_TENSOR, tensor(c=c, at=0, type_=2**31).tobytes()))  # fmt: skip
@@ -293,7 +302,7 @@ def _(c: Context) -> bytes:
 # ---- graphs: nodes that lie
 
 
-def node(name: str, kind: str, op: str | int, *sources: dict[str, object], then: str = "closed", before: bytes | None = None,
+def node(name: str, kind: str, op: str | int, *sources: Mapping[str, object], then: str = "closed", before: bytes | None = None,
          params: tuple[int | float, ...] = (), **result: object) -> None:  # fmt: skip
     """A graph of one node over leaves laid out 64 KiB apart. before: bytes sent first, or what a leaf holds (``holds``)."""
 
@@ -301,11 +310,12 @@ def node(name: str, kind: str, op: str | int, *sources: dict[str, object], then:
         data = b""
         rows = []
         for i, fields in enumerate(sources):
-            fields = dict(fields)
-            holds = fields.pop("holds", None)
-            row = tensor(i + 1, c=c, at=int(fields.pop("at", i * 65536)), **fields)  # type: ignore[arg-type]
+            given = dict(fields)
+            holds = given.pop("holds", None)
+            row = tensor(i + 1, c=c, at=int(given.pop("at", i * 65536)), **given)  # type: ignore[arg-type,call-overload]
             if holds is not None:
-                data += set_tensor(row, bytes(holds))  # type: ignore[arg-type]
+                assert isinstance(holds, bytes)
+                data += set_tensor(row, holds)
             rows.append(row)
         fields = dict(result)
         at = int(fields.pop("at", 8 * 65536))  # type: ignore[call-overload]

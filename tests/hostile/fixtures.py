@@ -13,12 +13,14 @@ import struct
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from hydra.peer.rules import TensorTable
 from tests.hostile.tables import build_graph, parse_graph, table
 
+_COLUMNS = ("type", "ne", "nb", "op", "op_params", "flags", "view_offs", "data", "buf_size", "use_count")
 DIRECTORY = Path(__file__).parent.parent / "data" / "graphs"
 
 
@@ -86,14 +88,12 @@ def join(parts: list[TensorTable]) -> TensorTable:
     def shift(arrays: list[np.ndarray], by: np.ndarray) -> np.ndarray:
         return np.concatenate([np.where(a >= 0, a + by[i], a) for i, a in enumerate(arrays)])
 
-    def stack(field: str) -> np.ndarray:
+    def stack(field: str) -> Any:
         return np.concatenate([getattr(p, field) for p in parts])
 
+    columns: dict[str, Any] = {f: stack(f) for f in _COLUMNS}
     return TensorTable(
-        **{
-            f: stack(f)
-            for f in ("type", "ne", "nb", "op", "op_params", "flags", "view_offs", "data", "buf_size", "use_count")
-        },
+        **columns,
         src=shift([p.src for p in parts], starts),
         view_src=shift([p.view_src for p in parts], starts),
         buf=shift([p.buf for p in parts], buffers),

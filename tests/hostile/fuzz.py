@@ -30,12 +30,12 @@ from hydra.peer.ops import BLOCK_SIZE, TYPE_NUMBERS, TYPE_SIZE
 from hydra.rpc import wire
 from hydra.rpc.wire import Command
 from tests.hostile import craft, fixtures, sessions
-from tests.hostile.tables import build_graph
+from tests.hostile.tables import build_graph, parse_graph
 from tests.peer_tools import get_json
 
 T = TypeVar("T")
 ANSWER_S = 20.0
-PEER = {"threads": 1, "max_connections": 8, "message_s": 0.3, "hello_s": 1.0, "first_byte_s": 1.0}
+PEER: dict[str, Any] = {"threads": 1, "max_connections": 8, "message_s": 0.3, "hello_s": 1.0, "first_byte_s": 1.0}
 _U32, _U64 = 2**32 - 1, 2**64 - 1
 _ODD = (
     0,
@@ -122,6 +122,7 @@ class Sketch:
         self.source, self.place = source, place
         self.rows: list[np.ndarray] = []
         self.nodes: list[int] = []
+        self.writes: list[tuple[np.ndarray, bytes]] = []  # what leaves must hold, or (a lie) do hold
 
     def row(self, id_: int) -> np.ndarray:
         return self.rows[id_ - 1]
@@ -349,8 +350,27 @@ def _recurrent(s: Sketch) -> None:
         s.add("f32", (size * heads, tokens + keep * size), "GATED_DELTA_NET", src, (keep,))
 
 
+def _rows(s: Sketch) -> None:
+    """GET_ROWS or SET_ROWS by indices that the client writes: nearly always such as there are."""
+    width, count, picked = 32 * s.source.integer(1, 2), s.source.integer(1, 9), s.source.integer(1, 5)
+    wide = s.source.chance(40)
+    ids = s.add("i64" if wide and s.source.chance(50) else "i32", (picked,))
+    values = [
+        s.source.integer(0, count - 1) if s.source.chance(97) else s.source.choice(_ODD) & 0x7FFFFFFF
+        for _ in range(picked)
+    ]
+    s.writes.append((s.row(ids), np.array(values, "<i8" if s.type(ids) == "i64" else "<i4").tobytes()))
+    if s.type(ids) == "i32" and s.source.chance(60):
+        table = s.add(s.source.choice(("f32", "f16", "q8_0", "q4_0", "i32")), (width, count))
+        s.add("i32" if s.type(table) == "i32" else "f32", (width, picked), "GET_ROWS", (table, ids))
+    else:
+        type_ = s.source.choice(("f32", "f16", "q8_0", "q4_0"))
+        rows, target = s.add("f32", (width, picked)), s.add(type_, (width, count))
+        s.add(type_, (width, count), "SET_ROWS", (rows, ids, target), view_of=target)
+
+
 _PIECES: tuple[Callable[[Sketch], None], ...] = (
-    _unary, _unary, _binary, _binary, _reduce, _glu, _mul_mat, _mul_mat_id, _rope, _attention, _views, _views, _copies, _recurrent,
+    _unary, _unary, _binary, _binary, _reduce, _glu, _mul_mat, _mul_mat_id, _rope, _attention, _views, _views, _copies, _recurrent, _rows, _rows,
 )  # fmt: skip
 
 
@@ -385,8 +405,8 @@ def bend_row(source: Source, row: np.ndarray, ids: Sequence[int]) -> None:
     flat.view(np.uint64 if bits == 64 else np.uint32)[at] = new & (2**bits - 1)
 
 
-def make_graph(source: Source, place: Place, bend: bool) -> tuple[bytes, list[np.ndarray]]:
-    """A GRAPH_COMPUTE payload of some operations, in order or (``bend``) with some lies; and its rows."""
+def make_graph(source: Source, place: Place, bend: bool) -> tuple[bytes, Sketch]:
+    """A GRAPH_COMPUTE payload of some operations, in order or (``bend``) with some lies; and where it came from."""
     place.used = 0
     sketch = Sketch(source, place)
     for _ in range(source.integer(1, 8)):
@@ -401,7 +421,7 @@ def make_graph(source: Source, place: Place, bend: bool) -> tuple[bytes, list[np
             nodes.append(source.choice([*nodes, 0, 2**64 - 1]))
         if source.chance(10):
             nodes.reverse()
-    return build_graph(nodes, rows), sketch.rows
+    return build_graph(nodes, rows), sketch
 
 
 # ---- playing sessions
@@ -490,7 +510,10 @@ def structured_session(source: Source, w: Wire) -> None:
         if kind < 34:
             big = [p for p in places if p.size >= 1 << 20]
             if big:
-                payload, rows = make_graph(source, source.choice(big), bend)
+                payload, sketch = make_graph(source, source.choice(big), bend)
+                rows = sketch.rows
+                for row, data in sketch.writes:
+                    w.send(Command.SET_TENSOR, row.tobytes() + wire.SET_TENSOR_TAIL.pack(0, 0) + data)
                 w.send(Command.GRAPH_COMPUTE, payload)
         elif kind < 44:
             if rows or bend:
@@ -528,10 +551,8 @@ def _transfer(source: Source, w: Wire, c: craft.Context, place: Place, rows: lis
         ne = (int(BLOCK_SIZE[TYPE_NUMBERS[type_]]) * source.integer(1, 3), source.integer(1, 4))
         row = craft.tensor(1, type_, ne, 64 * source.integer(0, 8), c=c)
     number = int(row["type"][0])
-    if number in (TYPE_NUMBERS["i32"], TYPE_NUMBERS["i64"]):
-        return  # what an index holds is tests/hostile/corpus.py's to lie about
-    ne = [int(n) for n in row["ne"][0]]
-    extent = ne[0] // int(BLOCK_SIZE[number]) * int(TYPE_SIZE[number]) * ne[1] * ne[2] * ne[3]
+    shape = [int(n) for n in row["ne"][0]]
+    extent = shape[0] // int(BLOCK_SIZE[number]) * int(TYPE_SIZE[number]) * shape[1] * shape[2] * shape[3]
     offset = source.integer(0, extent)
     size = min(source.integer(0, extent - offset), 1 << 16)
     if bend and source.chance(70):
@@ -603,7 +624,7 @@ def graph_session(source: Source, w: Wire, recorded: fixtures.Recorded) -> None:
         ptr = struct.unpack("<QQ", w.call(Command.ALLOC_BUFFER, wire.ALLOC_BUFFER.pack(0, size)))[0]
         w.send(Command.BUFFER_CLEAR, wire.BUFFER_CLEAR.pack(ptr, 0))
         places[handle] = (ptr, struct.unpack("<Q", w.call(Command.BUFFER_GET_BASE, struct.pack("<Q", ptr)))[0] - base)
-    ids, rows = fixtures.parse_graph(recorded.payload)
+    ids, rows = parse_graph(recorded.payload)
     for handle, (ptr, shift) in places.items():
         at = rows["buffer"] == handle
         rows["data"][at] = (rows["data"][at].astype(object) + shift).astype(np.uint64)

@@ -1,8 +1,8 @@
 """Recorded sessions of real heads, as short as they are true: every message in order, weights of zeros.
 
-Each file of tests/data/sessions is zlib over: count u32 | count x (cmd u8, payload length u32, reply length u32, payload,
-reply). Data of SET_TENSOR above 4 KiB is zeros; small inputs (tokens, positions, masks, indices) are the recorded ones.
-A player gives the messages the handles and addresses of the peer that it plays against.
+Each file of tests/data/sessions is zlib over: count u32 | count x (cmd u8, payload length u32, reply length u32,
+payload, reply). Data of SET_TENSOR above 4 KiB is zeros; small inputs (tokens, positions, masks, indices) are the
+recorded ones. A player gives the messages the handles and addresses of the peer that it plays against.
 """
 
 from __future__ import annotations
