@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import select
 import socket
 import threading
 import time
@@ -38,8 +37,9 @@ log = logging.getLogger("hydra.link")
 CAPACITY = 2 * frames.MAX_KEPT_BYTES
 DOWN_BYTES = 1 << 20
 PIECE_BYTES = 1 << 20
-FLUSH_BYTES = 64 << 10  # more than this goes out at once: the wire is the slow part then
-LINGER_S = 300e-6  # how long inputs wait for the graph that they are for
+# Inputs wait for the graph that they are for (the client waits for nothing that is not urgent), but no more than this of
+# them: then the wire is the slow part.
+FLUSH_BYTES = 64 << 10
 _MAX_PARTS = 500  # of one sendmsg; the kernel takes 1,024
 _HEADER = wire.HEADER.size
 _PLAIN_FOR_S = 10.0  # for so long after its last connection a peer is taken for the stock peer that it was
@@ -295,6 +295,8 @@ class Linked(Carried):
         self._rx = bytearray(CAPACITY)
         self._view = memoryview(self._rx)
         self._address = addressof(c_char.from_buffer(self._rx))
+        self._shortest = [_HEADER + wire.REQUEST_SIZES.get(cmd, 0) for cmd in range(256)]
+        self._shortest[Command.SET_TENSOR] = _HEADER + wire.SET_TENSOR_HEAD_SIZE
         self._pos = self._end = 0
 
     def describe(self) -> dict[str, Any]:
@@ -333,19 +335,16 @@ class Linked(Carried):
             if encoder.out and (urgent or encoder.out_bytes >= FLUSH_BYTES or len(encoder.out) >= _MAX_PARTS):
                 self._flush()
             self._make_room(missing)
-            if encoder.out and not missing and not select.select([self.client], [], [], LINGER_S)[0]:
-                self._flush()
             end = self._end
-            if missing:
+            if not missing and end > self._pos:
+                # The client sends a message in three pieces (1, 8 and the rest): with the first, wait for all that is
+                # sure to follow. SO_RCVLOWAT would spare the first wake-up too, but then the kernel does not wake for
+                # less than that at all, not even for the last rest of a message.
+                missing = self._shortest[view[self._pos]] - (end - self._pos)
+            if missing > 0:
                 got = self._from_client(view[end : end + missing], missing, socket.MSG_WAITALL)
             else:
-                # The client sends a message in three pieces (1, 8 and the rest); SO_RCVLOWAT would spare the first
-                # wake-up, but then the kernel does not wake for less than that at all, not even for the rest.
-                begun = end - self._pos
-                if begun:
-                    got = self._from_client(view[end:], _HEADER - begun, socket.MSG_WAITALL)
-                else:
-                    got = self._from_client(view[end:])
+                got = self._from_client(view[end:])
             if not got:
                 self.closing = True
                 return
