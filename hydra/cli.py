@@ -159,6 +159,8 @@ def up_command(
     set_: Setting = None,
     detach: Annotated[bool, typer.Option("--detach", "-d",
                                          help="In the background (then: hydra logs, hydra down).")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Load it even where `hydra plan` says that it cannot fit."
+                                        )] = False,
     log_format: LogFormat = "text",
     debug: Debug = False,
 ) -> None:
@@ -171,11 +173,11 @@ def up_command(
     if detach:
         from .commands import background
 
-        background.detach(config, node, overrides, log_json=_log_json(log_format), debug=debug)
+        background.detach(config, node, overrides, log_json=_log_json(log_format), debug=debug, force=force)
         return
     from .commands import up
 
-    up.run(config, node, overrides, log_json=_log_json(log_format), debug=debug)
+    up.run(config, node, overrides, log_json=_log_json(log_format), debug=debug, force=force)
 
 
 @app.command("down")
@@ -277,6 +279,27 @@ def ps_command(
     from .commands import ps
 
     ps.run(config, url, watch, as_json=as_json)
+
+
+@app.command("plan")
+def plan_command(
+    config: ConfigFile = None,
+    node: NodeName = None,
+    model: Annotated[str | None, typer.Option("--model", "-m", metavar="FILE", help="[model] path")] = None,
+    ctx_size: Annotated[int | None, typer.Option("--ctx-size", "-c", metavar="N", help="[model] ctx_size")] = None,
+    set_: Setting = None,
+    offline: Annotated[bool, typer.Option("--offline", help="Ask no peer what it has: hydra.toml alone.")] = False,
+    acceptance: Annotated[float, typer.Option("--acceptance", metavar="P", min=0, max=1,
+                                              help="Share of drafted tokens that are right, for MTP's speed.")] = 0.7,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Say what fits where, how fast it should be, and the smallest change where it does not fit. Loads nothing."""
+    from .commands import plan
+
+    overrides = {"model.path": os.path.abspath(model) if model else None, "model.ctx_size": ctx_size, **settings(set_)}
+    if plan.run(config, node, overrides, offline=offline, acceptance=acceptance, as_json=as_json):
+        raise typer.Exit(1)
 
 
 @app.command("doctor")

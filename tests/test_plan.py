@@ -368,3 +368,25 @@ def test_nodes_without_known_memory_are_not_refused(tmp_path, folder):
     plan = report.make(shape("toy", folder), Setting(), [Place("tower", True, False)], None)
     assert plan.fits and plan.context_here == -1 and "nothing that is known" in plan.limit
     assert all_nodes(shape("toy", folder), Setting(), plan.places, plan.counts)["tower"].total > 0
+
+
+# ---- hydra up -------------------------------------------------------------------------------------------------------
+
+
+def test_up_refuses_what_cannot_fit(capsys, tmp_path, folder):
+    file = toml(tmp_path, folder, ctx=262144, memory=0.9)
+    code = cli.run(["up", "--config", file, "--node", "tower"])
+    err = capsys.readouterr().err
+    assert code == ModelError.exit_code and "too little" in err and "WEIGHTS" in err and "--force" in err
+
+
+def test_up_with_force_and_with_auto(tmp_path, folder):
+    from hydra.commands import up
+
+    cfg = config.load(toml(tmp_path, folder, ctx=262144, memory=0.9))
+    assert up._plan(cfg, "tower", force=True) == {}
+    cfg = config.load(toml(tmp_path, folder, peer_layers='"auto"'))
+    decided = up._plan(cfg, "tower", force=False)
+    assert sum(decided.values()) == 4 and set(decided) == {"nodes.mini.layers", "nodes.tower.layers"}
+    again = config.load(toml(tmp_path, folder, peer_layers='"auto"'), overrides=decided)
+    assert [node.layers for node in again.nodes] == [decided[f"nodes.{node.name}.layers"] for node in again.nodes]

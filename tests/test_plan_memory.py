@@ -106,6 +106,8 @@ def compare(case: Case, path: Path, peer: str) -> None:
         for part, size in parts.items():
             tolerance = COMPUTE_TOLERANCE if part == "compute" else TOLERANCE
             assert size == pytest.approx(want[part], rel=tolerance), (name, part, found, want)
+        if "checkpoints" in want:
+            assert found.kept == pytest.approx(want["checkpoints"], rel=TOLERANCE, abs=16384), (name, found, want)
         total = weights + sum(parts.values()) + (found.draft if name == "head" else 0)
         real_total = sum(want[part] for part in ("model", "context", "compute", "draft_context", "draft_compute"))
         assert total == pytest.approx(real_total, rel=TOLERANCE), (name, found, want)

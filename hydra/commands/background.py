@@ -36,7 +36,8 @@ def log_file(node: str) -> Path:
     return state_dir() / f"{node}.log"
 
 
-def detach(file: str | None, node: str | None, overrides: Mapping[str, Any], *, log_json: bool, debug: bool) -> None:
+def detach(file: str | None, node: str | None, overrides: Mapping[str, Any], *, log_json: bool, debug: bool,
+           force: bool = False) -> None:
     """Start `hydra up` in the background and return when it serves (a peer) or waits and loads (a head).
 
     Raises: HydraError with its own words when it ends at once; where it runs already.
@@ -52,6 +53,7 @@ def detach(file: str | None, node: str | None, overrides: Mapping[str, Any], *, 
             arguments += ["--set", f"{key}={value}"]
     arguments += ["--log-format", "json"] if log_json else []
     arguments += ["--debug"] if debug else []
+    arguments += ["--force"] if force else []
     log = log_file(me.name)
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as out:

@@ -124,7 +124,7 @@ def header_lines(plan: report.Plan) -> list[str]:
 
 def node_table(plan: report.Plan) -> tuple[list[str], list[list[str]]]:
     """GiB of each node by what for."""
-    names = ["weights", "kv", "state", "compute", "draft", "output", "reserve"]
+    names = ["weights", "kv", "state", "kept", "compute", "draft", "output", "reserve"]
     shown = [name for name in names if any(getattr(node, name) for node in plan.nodes.values())]
     rows = []
     for place in plan.places:

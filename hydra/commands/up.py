@@ -7,13 +7,18 @@ from collections.abc import Mapping
 from typing import Any
 
 from .. import config, console, nodes
+from ..errors import ModelError
 from .translate import peer_settings
 
 log = logging.getLogger("hydra.up")
 
 
-def run(file: str | None, node: str | None, overrides: Mapping[str, Any], *, log_json: bool, debug: bool) -> None:
-    """Raises: HydraError for everything that keeps this node from running."""
+def run(file: str | None, node: str | None, overrides: Mapping[str, Any], *, log_json: bool, debug: bool,
+        force: bool = False) -> None:
+    """force: load what the plan says cannot fit.
+
+    Raises: HydraError for everything that keeps this node from running.
+    """
     cfg = config.load(file, overrides=overrides)
     found = nodes.this_node(cfg, node)
     console.log_to_stderr(found.node.name, debug=debug, as_json=log_json)
@@ -26,4 +31,29 @@ def run(file: str | None, node: str | None, overrides: Mapping[str, Any], *, log
     else:
         from .head import serve_head
 
-        serve_head(cfg, lambda: config.load(file, overrides=overrides))
+        decided = {**overrides, **_plan(cfg, me.name, force=force)}
+        serve_head(config.load(file, overrides=decided), lambda: config.load(file, overrides=decided))
+
+
+def _plan(cfg: config.Config, here: str, *, force: bool) -> dict[str, Any]:
+    """What the plan decides: the layers of each node where hydra.toml leaves them open, else nothing.
+
+    Raises: ModelError, with the table on stderr, when it cannot fit and is not forced.
+    """
+    from . import plan as planning
+
+    try:
+        plan = planning.plan_for(cfg, here)
+    except ModelError as error:  # the loader has the last word on a file
+        log.warning("Not planned: %s", error.message)
+        return {}
+    if not plan.fits:
+        console.table(*planning.node_table(plan), stderr=True)
+        error = planning.refusal(plan)
+        if not force:
+            raise error
+        log.warning("%s Loading it all the same, because of --force.", error.message)
+    if not plan.chosen:
+        return {}
+    log.info("Layers: %s (hydra plan).", ", ".join(f"{count} on {name}" for name, count in plan.counts.items()))
+    return {f"nodes.{name}.layers": count for name, count in plan.counts.items()}

@@ -46,11 +46,14 @@ class Setting:
 
 @dataclass(frozen=True)
 class NodeBytes:
-    """One node's bytes on its device. host: what the head keeps in its own memory beside a card."""
+    """One node's bytes on its device. kept: copies of recurrent states, one for each slot, that the engine goes back
+    to; host: what the head keeps in its own memory beside a card.
+    """
 
     weights: int = 0
     kv: int = 0
     state: int = 0
+    kept: int = 0
     compute: int = 0
     draft: int = 0
     output: int = 0
@@ -143,6 +146,7 @@ def node_bytes(shape: Shape, setting: Setting, place: Place, span: tuple[int, in
     drafts = setting.drafts(shape)
     weights = sum(layer.weights for layer in layers)
     kv, state = cache_bytes(shape, layers, setting, step), state_bytes(shape, layers, setting, step)
+    kept = state // (1 + step.n_rs)
     reserve = CPU_RESERVE_BYTES
     if place.gpu:
         wide = max((shape.head_k + shape.head_v) * layer.n_head_kv for layer in layers) if layers else 0
@@ -151,7 +155,7 @@ def node_bytes(shape: Shape, setting: Setting, place: Place, span: tuple[int, in
         reserve = GPU_RESERVE_BYTES + (2 * wide * step.cells if quantised else 0)
     if not place.is_head:
         compute = graph.step_bytes(shape, layers, step, first=False, last=False, shares_inputs=False) if layers else 0
-        return NodeBytes(weights, kv, state, compute, reserve=reserve)
+        return NodeBytes(weights, kv, state, kept, compute, reserve=reserve)
     compute = graph.step_bytes(shape, layers, step, first=not place.gpu, last=True, shares_inputs=not place.gpu)
     output = 4 * shape.n_vocab * max(setting.parallel, step.outputs)
     if drafts:
@@ -165,10 +169,10 @@ def node_bytes(shape: Shape, setting: Setting, place: Place, span: tuple[int, in
         draft += graph.step_bytes(shape, blocks, draft_step, first=True, last=True, shares_inputs=True, mtp=True)
     if place.gpu:
         host = shape.embed_bytes + graph.input_bytes(shape, step) + output
-        return NodeBytes(weights + shape.output_bytes, kv, state, compute, draft, 0, reserve, host)
+        return NodeBytes(weights + shape.output_bytes, kv, state, kept, compute, draft, 0, reserve, host)
     # Where the embeddings serve as output they are one tensor here, not two.
     weights += shape.output_bytes if shape.tied else shape.output_bytes + shape.embed_bytes
-    return NodeBytes(weights, kv, state, compute, draft, output, reserve)
+    return NodeBytes(weights, kv, state, kept, compute, draft, output, reserve)
 
 
 def all_nodes(shape: Shape, setting: Setting, places: Sequence[Place], counts: Mapping[str, int]
