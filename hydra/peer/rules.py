@@ -26,7 +26,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hydra.errors import ProtocolError
-from hydra.peer import op_rules, op_rules_image, op_rules_recurrent  # noqa: F401 - they register their rules
+from hydra.peer import (  # the others register their rules
+    op_rules,
+    op_rules_image,  # noqa: F401
+    op_rules_math,  # noqa: F401
+    op_rules_matrix,  # noqa: F401
+    op_rules_memory,  # noqa: F401
+    op_rules_recurrent,  # noqa: F401
+)
 from hydra.peer.ops import BLOCK_SIZE, IS_VIEW_OP, OP, OP_COUNT, TYPE_COUNT, TYPE_SIZE, op_name, type_name
 
 Ints = NDArray[np.int64]
