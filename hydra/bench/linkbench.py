@@ -82,15 +82,14 @@ def run(plan: Plan, report: Report) -> list[Row]:
     for network in plan.links:
         with contextlib.ExitStack() as stack:
             shaped = None if network == "loopback" else stack.enter_context(Link(*parse_link(network)))
-            name = shaped.description if shaped else "loopback"
-            report(f"{network}: loading {len(plan.ways)} times")
+            report(f"{network}: loading {len(plan.ways)} times{f' ({shaped.description})' if shaped else ''}")
             heads = {way: stack.enter_context(_head(way, plan, shaped)) for way in plan.ways}
             for n_kv in plan.n_kv:
                 for head in heads.values():
                     head.ask({"fill": n_kv})
                 for mtp in plan.mtp:
                     report(f"{network}: {n_kv} cells, MTP {'on' if mtp else 'off'}")
-                    rows += _measure(plan, heads, name, n_kv, mtp)
+                    rows += _measure(plan, heads, network, n_kv, mtp)
     return rows
 
 
@@ -207,7 +206,8 @@ def _route(way: str, plan: Plan, shaped: Link | None, stack: contextlib.ExitStac
         port = stack.enter_context(
             start_peer(
                 host, device=plan.device, threads=plan.threads, name=_PEER_NAME, tls_dir=certificates,
-                prefix=("ip", "netns", "exec", netns) if netns else (), allow=(shaped.head_address,) if shaped else (),
+                prefix=("ip", "netns", "exec", netns) if netns else (),
+                allow=(shaped.head_address, shaped.peer_address) if shaped else (),  # the second: from a relay
             )
         ).port  # fmt: skip
     endpoint = stack.enter_context(shaped.relayed(host, port)) if shaped else f"{host}:{port}"

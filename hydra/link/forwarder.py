@@ -37,8 +37,8 @@ log = logging.getLogger("hydra.link")
 CAPACITY = 2 * frames.MAX_KEPT_BYTES
 DOWN_BYTES = 1 << 20
 PIECE_BYTES = 1 << 20
-# Inputs wait for the graph that they are for (the client waits for nothing that is not urgent), but no more than this of
-# them: then the wire is the slow part.
+# Inputs wait for the graph that they are for (the client waits for nothing that is not urgent), but no more than this
+# of them: then the wire is the slow part.
 FLUSH_BYTES = 64 << 10
 _MAX_PARTS = 500  # of one sendmsg; the kernel takes 1,024
 _HEADER = wire.HEADER.size
