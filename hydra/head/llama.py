@@ -469,9 +469,15 @@ class Context:
         self._hidden_bytes = 4 * model.n_embd
         self._row_bytes = 4 * model.vocab.n_tokens
         self._nextn_masked = False
-        # Where the last decode's outputs lie, asked for once: each asking waits for every device, the peers included.
+        # Where the last decode's outputs lie. Each asking waits for every device, the peers included, so it is done
+        # once; hidden rows lie where they lay after the last decode with as many outputs, unless the buffer had to grow
+        # since.
+        self._n_seq = n_seq_max
         self._logits_base = 0
         self._hidden_base = 0
+        self._hidden_bases: dict[int, int] = {}
+        self._most_outputs = 0
+        self._waited = False
         self._decoded: Batch | None = None
         # Views of llama.cpp's output buffer by address: it stays where it is until it must grow.
         self._logits_at: dict[int, npt.NDArray[np.float32]] = {}
@@ -485,7 +491,11 @@ class Context:
     def decode(self, batch: Batch) -> int:
         """llama_decode's return code: 0 good, 1 no room in the memory, 2 aborted. Raises EngineError for the rest."""
         self._logits_base = self._hidden_base = 0
+        self._waited = False
         self._decoded = batch
+        if batch.n_outputs > self._most_outputs:
+            self._most_outputs = batch.n_outputs
+            self._hidden_bases.clear()
         code = int(self._a.decode(self.handle, batch.struct))
         if code < 0:
             raise EngineError(f"llama_decode failed with {code} on a batch of {batch.n} tokens.",
@@ -498,11 +508,13 @@ class Context:
             self._a.synchronize(self.handle)
         elif not self._logits_base:
             self._logits_base = self._a.logits(self.handle) or 0
+            self._waited = True
 
     def logits(self, index: int) -> npt.NDArray[np.float32]:
         """Logits of the batch's token ``index``: [n_vocab], a view that the next decode overwrites."""
         if not self._logits_base:
             self._logits_base = self._a.logits(self.handle) or 0
+            self._waited = True
             if not self._logits_base:
                 raise EngineError("The last decode gave no logits.")
         address = self._logits_base + self._output_row(index) * self._row_bytes
@@ -518,6 +530,7 @@ class Context:
 
     def sampled(self, index: int) -> int:
         """The token that the device chose for the batch's token ``index`` (contexts made ``greedy``)."""
+        self._waited = True
         return int(self._a.sampled_ith(self.handle, index))
 
     def hidden(self, index: int) -> npt.NDArray[np.float32]:
@@ -536,9 +549,13 @@ class Context:
         Rows are in the batch's order: of every token, or with masked rows of those with output.
         """
         if not self._hidden_base:
-            self._hidden_base = self._a.nextn(self.handle) or 0
+            key = max(self._decoded.n_outputs if self._decoded is not None else 0, self._n_seq)
+            known = self._hidden_bases.get(key, 0) if self._waited else 0
+            self._hidden_base = known or self._a.nextn(self.handle) or 0
             if not self._hidden_base:
                 raise EngineError("The last decode gave no hidden rows.")
+            self._hidden_bases[key] = self._hidden_base
+            self._waited = True
         row = self._output_row(index) if self._nextn_masked else index
         return self._hidden_base + row * self._hidden_bytes
 
