@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import os
 import platform
 from pathlib import Path
 from typing import Any
 
 from .. import __version__, console
 from ..ggml import library
-from ..rpc import wire
+from ..rpc import PROTOCOL_VERSION
 
 
 def run(*, as_json: bool) -> None:
@@ -18,11 +19,11 @@ def run(*, as_json: bool) -> None:
         package = importlib.metadata.version("llama_cpp_python")
     except importlib.metadata.PackageNotFoundError:
         package = "not installed"
-    major, minor, patch = wire.PROTOCOL_VERSION
+    major, minor, patch = PROTOCOL_VERSION
     build = build_info()
     values = {"hydra": __version__, "llama_cpp_python": package, "ggml": library.PINNED_GGML,
               "ggml_rpc": f"{major}.{minor}.{patch}", "python": platform.python_version(),
-              "platform": platform.platform()}
+              "platform": this_platform()}
     if as_json:
         console.result_json({**values, "one_file": build})
         return
@@ -30,6 +31,12 @@ def run(*, as_json: bool) -> None:
         values["one_file"] = ", ".join(f"{name} {value}" for name, value in build.items() if value)
     for name, value in values.items():
         console.result(f"{name:<17} {value}")
+
+
+def this_platform() -> str:
+    """System, kernel, processor and C library; platform.platform() would start a program to find them."""
+    system = os.uname()
+    return f"{system.sysname}-{system.release}-{system.machine}-{'-'.join(platform.libc_ver())}"
 
 
 def build_info() -> dict[str, Any] | None:

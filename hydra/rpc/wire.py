@@ -20,7 +20,8 @@ from enum import IntEnum
 
 import numpy as np
 
-PROTOCOL_VERSION = (7, 0, 0)
+from . import PROTOCOL_VERSION as PROTOCOL_VERSION
+
 DEFAULT_PORT = 50052
 
 MAX_DIMS = 4
