@@ -66,6 +66,7 @@ class MtpConfig:
     draft_n_max: int = _key(3, "int", "Most tokens drafted ahead (--spec-draft-n-max).", low=1, high=16)
     draft_p_min: float = _key(0.0, "float", "Stop drafting below this probability (--spec-draft-p-min).", low=0, high=1)
     adaptive: bool = _key(True, "bool", "Choose the draft length from measured costs and acceptance, down to none.")
+    lookup: bool = _key(False, "bool", "Where the model has no MTP block, draft what followed the same words before.")
 
 
 @dataclass(frozen=True)

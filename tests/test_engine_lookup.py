@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from hydra.head.engine import Engine
+from hydra.head.spec import DraftSpec
 from tests.engine_support import PROMPTS, answers_of, ask, first_difference, toy, toy_spec
 
 
@@ -35,3 +38,12 @@ def test_the_choice_of_length_stops_useless_guessing() -> None:
         prompt = [token for i in range(33, 120) for token in (i, i + 1, 10)]
         (answer,) = ask(engine, [prompt], max_tokens=90)
     assert answer.stats["drafted"] <= 90
+
+
+def test_it_takes_over_where_there_is_no_mtp() -> None:
+    """`[mtp] lookup = true` is for models without an MTP block; one that has it drafts with it."""
+    for name, expected in (("toy-llama", "lookup"), ("toy", "mtp")):
+        spec = dataclasses.replace(toy_spec(toy(name)), draft=DraftSpec("auto", 3, lookup=True))
+        with Engine(spec) as engine:
+            assert engine.info["drafter"] == expected
+            assert len(engine.info["notes"]) == (name == "toy-llama")

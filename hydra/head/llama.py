@@ -7,6 +7,8 @@ contexts close before models.
 llama-cpp-python's ``rpc_servers=`` does nothing in 0.3.36, so peers are registered through ggml's registry. Functions
 whose results are read in the hot path get prototypes of their own here: ctypes' typed pointers cost more than the call.
 
+Longer than a file of ours should be, because it is the one that may import llama_cpp.
+
 Source: include/llama.h, src/llama-ext.h, ggml/include/ggml-rpc.h of the pinned llama.cpp.
 """
 

@@ -249,6 +249,9 @@ def _drafter_kind(spec: EngineSpec, model: Model, notes: list[str]) -> str:
         return kind
     if kind == "lookup":
         return kind
+    if model.n_layer_nextn == 0 and kind == "auto" and spec.draft.lookup:
+        notes.append("This model has no MTP block: drafts are looked up in the text.")
+        return "lookup"
     if model.n_layer_nextn == 0:
         notes.append("This model has no MTP block: nothing is drafted ahead.")
         return "none"

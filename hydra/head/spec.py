@@ -29,14 +29,15 @@ class Endpoint:
 class DraftSpec:
     """How to draft ahead.
 
-    ``kind``: ``auto`` = the model's own MTP block where it has one, else nothing; ``mtp`` = the same, but say so when
-    there is none; ``lookup`` = prompt-lookup n-grams, for models without MTP; ``none``.
+    ``kind``: ``auto`` = the model's own MTP block where it has one, else nothing (else ``lookup`` where that is set);
+    ``mtp`` = the same without ``lookup``; ``lookup`` = prompt-lookup n-grams; ``none``.
     """
 
     kind: str = "auto"
     n_max: int = 3
     p_min: float = 0.0
     adaptive: bool = True
+    lookup: bool = False
 
 
 @dataclass(frozen=True)
