@@ -226,8 +226,10 @@ class IndexGuard:
             note.values = None
 
 
-def plan(t: TensorTable, layout: Layout) -> IndexPlan:
+def plan(t: TensorTable, layout: Layout, beyond: dict[int, int] | None = None) -> IndexPlan:
     """Where a graph's indices come from; once its topology and placement have passed.
+
+    beyond: bytes from a tensor's start that its kernel may write, for the rows where that is more than the tensor.
 
     Raises: ProtocolError for indices that are sorted from more than there are rows, that a node writes over before they
     are used, or that are computed where no model computes them.
@@ -237,7 +239,11 @@ def plan(t: TensorTable, layout: Layout) -> IndexPlan:
     position[nodes] = np.arange(len(nodes))
     place = (t.buf << PLACE_SHIFT) + t.data.astype(np.int64)
     computing = nodes[~IS_VIEW_OP[ops] & (layout.elements[nodes] > 0)]
-    start, end = place[computing], place[computing] + layout.extent[computing]
+    length = layout.extent
+    if beyond:
+        length = length.copy()
+        length[list(beyond)] = list(beyond.values())
+    start, end = place[computing], place[computing] + length[computing]
     when = position[computing]
 
     uses: list[IndexUse] = []

@@ -22,6 +22,7 @@ import ipaddress
 import itertools
 import json
 import logging
+import os
 import queue
 import selectors
 import signal
@@ -351,7 +352,11 @@ class Listener:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             self.worker = subprocess.Popen(
-                worker_command(theirs.fileno()), pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL
+                worker_command(theirs.fileno()),
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                # On an abort ggml starts a debugger for a backtrace, and the next worker waits for it.
+                env={"GGML_NO_BACKTRACE": "1", **os.environ},
             )
         finally:
             theirs.close()

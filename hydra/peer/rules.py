@@ -34,13 +34,14 @@ from hydra.peer import (  # the others register their rules
     op_rules_memory,  # noqa: F401
     op_rules_recurrent,  # noqa: F401
 )
-from hydra.peer.ops import BLOCK_SIZE, IS_VIEW_OP, OP, OP_COUNT, TYPE_COUNT, TYPE_SIZE, op_name, type_name
+from hydra.peer.ops import BLOCK_SIZE, IS_VIEW_OP, OP, OP_COUNT, QUANTIZED, TYPE_COUNT, TYPE_SIZE, op_name, type_name
 
 Ints = NDArray[np.int64]
 Mask = NDArray[np.bool_]
 Verdict = NDArray[np.bool_] | np.bool_
 
 MAX_DIM = 2**31 - 1  # the kernels hold dimensions and row counts in C ints
+ROW_PADDING = 512  # elements; MATRIX_ROW_PADDING of ggml-cuda
 _EXACT = float(2**62)  # products up to here are exact in int64
 _U32 = 2**32 - 1
 _HINT = "Close this connection; its client is not a working ggml-RPC client of this release."
@@ -294,6 +295,18 @@ def check_alloc_query(t: TensorTable) -> None:
     _refuse_node(t, (present | ~op_rules.REQUIRED[ops]).all(1), "a source is missing")
     if ops[0] in op_rules.SIZED_BY_SOURCES:
         op_rules.check(op_rules.Batch(t, layout, int(ops[0]), t.nodes[:1], np.zeros(1, np.int64)))
+
+
+def may_exceed(t: TensorTable, layout: Layout) -> Ints:
+    """Rows that a GPU may use more memory for than their extent: i64[m].
+
+    Some results have temporary memory behind them, and rows of blocks are padded to a multiple of 512 elements.
+    Source: ggml-cuda.cu ggml_backend_cuda_buffer_type_get_alloc_size; ggml-backend.cpp ggml_op_alloc_size_may_expand.
+    """
+    padded = QUANTIZED[layout.type] & (t.ne[:, 0] % ROW_PADDING != 0) & (t.view_src < 0)
+    sized = np.zeros(len(t), np.bool_)
+    sized[t.nodes] = np.isin(t.op[t.nodes], list(op_rules.SIZED_BY_SOURCES))
+    return np.flatnonzero((padded | sized) & (t.buf >= 0) & (layout.elements > 0))
 
 
 def check_tensor(type_: int, ne: Sequence[int], nb: Sequence[int], data: int, buffer_bytes: int) -> int:

@@ -262,11 +262,34 @@ class Session(Transfers):
             self._validate(arena, index, backend)
             if arena.changed is None or len(arena.changed):
                 assert arena.layout is not None  # _validate has set it
-                arena.indices = indices.plan(arena.table(self.handles), arena.layout)
+                table = arena.table(self.handles)
+                arena.indices = indices.plan(table, arena.layout, self._beyond(backend, arena, table, arena.layout))
         except HydraError:
             store.last = None
             raise
         self._launch(backend, arena)
+
+    def _beyond(self, backend: Backend, arena: Arena, table: rules.TensorTable, layout: rules.Layout) -> dict[int, int]:
+        """Bytes that the device uses for a tensor, by row, where that is more than the tensor.
+
+        Raises: ProtocolError where it would leave the tensor's buffer.
+        """
+        if backend.is_cpu:
+            return {}
+        beyond = {}
+        for row in rules.may_exceed(table, layout).tolist():
+            size = self.ggml.ggml_backend_buft_get_alloc_size(
+                backend.buffer_type, arena.address + row * abi.TENSOR_SIZE
+            )
+            room = int(table.buf_size[table.buf[row]]) - int(table.data[row])
+            if size > room:
+                what = f"Graph tensor {row} ({ops.op_name(int(table.op[row]))}) {table.describe(row)}"
+                raise ProtocolError(
+                    f"{what}: {backend.device.name} uses {size} bytes for it; its buffer has {room} left."
+                )
+            if size > layout.extent[row]:
+                beyond[row] = size
+        return beyond
 
     def _graph_recompute(self, size: int) -> None:
         (index,) = wire.U32.unpack(self._take(size))
