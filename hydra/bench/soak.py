@@ -106,6 +106,9 @@ class Rig:
     def restart_peer(self) -> None:
         self.peer = self._up("peer")
 
+    def restart_head(self) -> None:
+        self.head = self._up("head")
+
     def status(self) -> dict[str, Any]:
         """The head's own account. Raises: EngineError when it does not answer: its port must never be closed."""
         import httpx

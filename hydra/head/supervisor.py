@@ -299,6 +299,8 @@ class Supervisor:
         deadline = time.monotonic() + self.settings.grace_s
         while self.board.active and self.ready and time.monotonic() < deadline:
             await asyncio.sleep(0.05)
+        if self.ready:
+            self._set_state("loading", "the settings are being changed")
         self._end(Ending("reload"))
         self._wake.set()
 
