@@ -73,6 +73,7 @@ class Link:
         for tool in ("ip", "tc"):
             if shutil.which(tool) is None:
                 raise HydraError(f"--link needs `{tool}`, which is not installed here.", "Install iproute2.")
+        _remove_abandoned()
         try:
             self._make()
         except HydraError:
@@ -150,6 +151,14 @@ class Link:
     def _remove(self) -> None:
         for netns in (self.head_netns, self.peer_netns):
             subprocess.run(["ip", "netns", "delete", netns], capture_output=True, check=False)
+
+
+def _remove_abandoned() -> None:
+    """Namespaces of a benchmark that was killed: nothing else would ever remove them."""
+    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, timeout=20, check=False).stdout
+    for pid, end in re.findall(r"^hydra(\d+)([hp])\b", listed, re.MULTILINE):
+        if not os.path.exists(f"/proc/{pid}"):
+            subprocess.run(["ip", "netns", "delete", f"hydra{pid}{end}"], capture_output=True, check=False)
 
 
 def _ip(*arguments: str) -> None:
