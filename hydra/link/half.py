@@ -18,7 +18,7 @@ _HEADER = wire.HEADER.size
 _TYPE = struct.Struct(f"<{_HEADER + 8}x I")
 _NAME_AT = _HEADER + 228
 # Copies of a device's results are named "DEVICE#NAME#COPY" by the scheduler.
-_NAMES = rb"l_out|ffn_inp|attn_norm|norm|result_norm|result_embd|inp_embd|h_nextn"
+_NAMES = rb"l_out|ffn_inp|attn_norm|norm|result_norm|result_embd|embd|inp_embd|model\.input_embed|inp_scaled|h_nextn"
 _ACTIVATION = re.compile(rb"^(?:.*#)?(?:" + _NAMES + rb")(?:-\d+)?(?: \(.*\))?(?:#\d+)?$")
 
 
