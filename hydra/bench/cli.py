@@ -24,7 +24,7 @@ _RESIDENT_BYTES = 2 << 30  # three copies of a larger model may not fit
 _NAGLE_SHAPE = "toy-llama"  # small, so that a step is all network
 
 # Processes that a benchmark starts of itself from the single file; from a checkout they are run as modules.
-_WORKERS = ("stock", "sink", "relay", "run_head", "engine_head", "linkhead")
+_WORKERS = ("explain", "stock", "sink", "relay", "run_head", "engine_head", "linkhead")
 
 ModelFile = Annotated[
     Path | None, typer.Option("--model", "-m", metavar="FILE", help="GGUF to measure with (else one that is at hand).")
@@ -213,6 +213,72 @@ def wire_command(
         report["own"] = costs.to_dict()
     if as_json:
         console.result_json(report)
+
+
+@app.command("device")
+def device_command(
+    device: Annotated[str, typer.Option("--device", metavar="NAME", help="ggml device: CPU, CUDA0; auto.")] = "auto",
+    mib: Annotated[int, typer.Option("--mib", metavar="N", min=16, help="Size of the matrix that is read.")] = 512,
+    kind: Annotated[str, typer.Option("--type", metavar="T", help="Its type: q8_0, q4_K, f16 …")] = "q8_0",
+    threads: Annotated[int, typer.Option("--threads", "-t", metavar="N", min=0, help="CPU threads; 0: all.")] = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Measure a device's memory bandwidth in decode and the cost of an operation, for `hydra plan`."""
+    from hydra import console
+    from hydra.bench import device as bench
+    from hydra.plan.gguf import BY_NAME
+
+    if kind not in BY_NAME:
+        raise ConfigError(f"--type {kind} is not known.", f"Types: {', '.join(BY_NAME)}.")
+    found = bench.measure(device, mib=mib, kind=kind, threads=threads)
+    if as_json:
+        console.result_json({**found.to_dict(), "toml": found.toml})
+        return
+    sheet = f", {found.bandwidth_bytes_s / found.sheet_bytes_s:.0%} of its data sheet" if found.sheet_bytes_s else ""
+    console.result(f"{found.device} ({found.description}): {found.bandwidth_bytes_s / 1e9:.1f} GB/s reading "
+                   f"{found.matrix_bytes / 2**20:.0f} MiB of {found.matrix_type}{sheet}")
+    console.result(f"one operation costs {found.op_s * 1e6:.2f} µs")
+    console.result(f"for the node's table in hydra.toml: {found.toml}")
+
+
+@app.command("explain")
+def explain_command(
+    model: ModelFile = None,
+    synthetic: Synthetic = "",
+    peer: Annotated[
+        str, typer.Option("--peer", metavar="HOST:PORT", help="A running peer; else one is started on loopback.")
+    ] = "",
+    layers: Annotated[int, typer.Option("--layers", metavar="N", help="Layers on the peer (-1: half of them).")] = -1,
+    device: Device = "CPU",
+    head_device: HeadDevice = "",
+    threads: Threads = 2,
+    tokens: Tokens = 64,
+    ctx_size: Annotated[int, typer.Option("--ctx-size", "-c", metavar="N", help="Context in tokens.")] = 4096,
+    cache_type: Annotated[
+        str, typer.Option("--cache-type", metavar="T", help="Type of the KV cache: f16, q8_0.")
+    ] = "f16",
+    as_json: AsJson = False,
+) -> None:
+    """Why is it slow? Split a token's time into head, peer, wire and Python, each beside its limit."""
+    from hydra import console
+    from hydra.bench import explain
+
+    chosen = model_path(model, synthetic)
+    head = head_device or device
+    work = explain.Work(str(chosen), peer, explain.default_layers(chosen) if layers < 0 else layers,
+                        (head,) if head != "CPU" else (), threads, tokens, ctx_size, cache_type)
+    found = explain.run(work, peer_device=device, report=console.note)
+    if as_json:
+        console.result_json(found.to_dict())
+        return
+    console.result(f"{found.tokens_per_s:.2f} tok/s: {found.step_s * 1e3:.2f} ms a token ("
+                   + ", ".join(f"{count} layers on {name}" for name, count in found.layers.items()) + ")")
+    console.table(("PART", "MS", "SHARE", "LIMIT", ""), [
+        (part.name, f"{part.seconds * 1e3:.3f}", f"{part.seconds / found.step_s:.0%}",
+         f"{part.limit_s * 1e3:.3f}" if part.limit_s else "-", part.limit) for part in found.parts])
+    if not found.peer_clocks and work.peer:
+        console.result("That peer keeps no clocks: the head is taken to be at its limit, the peer to have the rest.")
+    console.result(found.verdict)
 
 
 @app.command("worker", hidden=True, context_settings={"ignore_unknown_options": True, "allow_extra_args": True})

@@ -49,10 +49,10 @@ def _plan(cfg: config.Config, here: str, *, force: bool) -> dict[str, Any]:
         return {}
     if not plan.fits:
         console.table(*planning.node_table(plan), stderr=True)
-        error = planning.refusal(plan)
+        refusal = planning.refusal(plan)
         if not force:
-            raise error
-        log.warning("%s Loading it all the same, because of --force.", error.message)
+            raise refusal
+        log.warning("%s Loading it all the same, because of --force.", refusal.message)
     if not plan.chosen:
         return {}
     log.info("Layers: %s (hydra plan).", ", ".join(f"{count} on {name}" for name, count in plan.counts.items()))
