@@ -9,6 +9,7 @@ import importlib.util
 import os
 from pathlib import Path
 
+import hypothesis  # noqa: F401  now, not in its plugin's summary hook: there a failing import costs the closing line
 import pytest
 
 
