@@ -71,6 +71,7 @@ class _Head:
     async def _serve(self, spec: EngineSpec, peers: tuple[PeerTarget, ...]) -> None:
         cfg = self.cfg
         self.supervisor = Supervisor(spec, peers, supervisor_settings(cfg), on_event=self.view.on_event)
+        self.links[-1].on_fault = self.supervisor.link_failed
         app = create_app(self.supervisor, api_settings(cfg))
         # Bound here and not by uvicorn, which ends the whole program where it cannot.
         listening = socket.create_server((cfg.head.api_host, cfg.head.api_port), backlog=BACKLOG,
@@ -139,6 +140,7 @@ class _Head:
             if link_settings(cfg) != self.links[-1].settings:
                 # The former ones stay: a supervisor that cannot load the new settings goes back to them.
                 self.links.append(await asyncio.to_thread(Links(cfg).start))
+                self.links[-1].on_fault = self.supervisor.link_failed
         except HydraError as error:
             log.error("Not reloaded: %s", error)
             return

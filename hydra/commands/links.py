@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -42,10 +43,14 @@ def probe_context(cfg: Config) -> SSLContext | None:
 
 
 class Links:
-    """All links of one configuration. `endpoints`: where the engine finds each peer instead, by node name."""
+    """All links of one configuration. `endpoints`: where the engine finds each peer instead, by node name.
+
+    on_fault: told (node, kind, message, hint) of a peer that a link gives up, before the engine loses its connection.
+    """
 
     def __init__(self, cfg: Config) -> None:
         self.settings = link_settings(cfg)
+        self.on_fault: Callable[[str, str, str, str], None] = lambda *_fault: None
         self._running: dict[str, LinkProcess] = {}
         self._stopping = threading.Event()
         # A link asks the kernel to end it with the thread that started it, so that thread has to live as long as we do.
@@ -87,6 +92,7 @@ class Links:
             self._keeper.submit(self._restart, str(event.get("peer")))
         elif event.get("event") == "fault" and not self._stopping.is_set():
             log.error("%s %s", event.get("message"), event.get("hint") or "", extra=node)
+            self.on_fault(*(str(event.get(key, "")) for key in ("peer", "kind", "message", "hint")))
 
     def _restart(self, name: str) -> None:
         """The same port as before: the engine and its successors know no other."""

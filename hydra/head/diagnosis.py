@@ -72,8 +72,28 @@ def telling_line(lines: Iterable[str]) -> str:
     return ""
 
 
+@dataclass(frozen=True)
+class LinkFault:
+    """What the link to a peer reported before it closed the engine's connection. at: time.monotonic()."""
+
+    node: str
+    kind: str
+    message: str
+    hint: str
+    at: float = field(default_factory=time.monotonic)
+
+
+LINK_FAULT_S = 15.0  # an engine that ends longer after a link's report ended for another reason
+
+
 def diagnose(
-    ending: Ending, exit_words: str, stderr: Sequence[str], peers: Sequence[PeerReport], *, loading: bool
+    ending: Ending,
+    exit_words: str,
+    stderr: Sequence[str],
+    peers: Sequence[PeerReport],
+    *,
+    loading: bool,
+    link: LinkFault | None = None,
 ) -> Failure:
     """From the facts to a reason. A peer that does not answer explains everything else, so it is named first."""
     engine = f"the engine {ending.words}" if ending.words else f"the engine {exit_words}"
@@ -88,6 +108,9 @@ def diagnose(
             peer.hint,
             peer.target.name,
         )
+    if link is not None and time.monotonic() - link.at <= LINK_FAULT_S:
+        reason = f"{link.message.rstrip('.')}; {engine}{phase}"
+        return Failure(f"link:{link.node}:{link.kind}", reason, link.hint, link.node)
     if ending.error is not None:
         kind = type(ending.error).__name__
         message = ending.error.message

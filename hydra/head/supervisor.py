@@ -23,7 +23,7 @@ from typing import Any
 from hydra.errors import EngineError, HydraError, PeerUnreachable
 from hydra.head import launch
 from hydra.head import probe as probing
-from hydra.head.diagnosis import Ending, Failure, Ledger, diagnose, error_from_frame
+from hydra.head.diagnosis import Ending, Failure, Ledger, LinkFault, diagnose, error_from_frame
 from hydra.head.probe import PeerReport, PeerTarget
 from hydra.head.process import EngineProcess, Frame
 from hydra.head.spec import EngineSpec
@@ -116,6 +116,7 @@ class Supervisor:
         self.reports: dict[str, PeerReport] = {}
         self.peer_stats: dict[str, dict[str, Any]] = {}
         self.last_failure: Failure | None = None
+        self._link_fault: LinkFault | None = None
         self.reason = ""
         """Why it is not ready, in words; empty when it is."""
         self.started_at = time.time()
@@ -225,6 +226,10 @@ class Supervisor:
             "queued": len(self.board.waiting),
             "peers": [self._peer_row(peer) for peer in self.peers],
         }
+
+    def link_failed(self, node: str, kind: str, message: str, hint: str) -> None:
+        """What a link reports of its peer just before it closes the engine's connection; from any thread."""
+        self._link_fault = LinkFault(node, kind, message, hint)
 
     # ---- life
 
@@ -337,7 +342,8 @@ class Supervisor:
         kept = self.board.engine_lost("the engine is being restarted")
         self._set_state("waiting", "the engine ended; looking for the reason")
         reports = await self._probe_all(engine_connected=False)
-        failure = diagnose(ending, exit_words, stderr, reports, loading=loading)
+        failure = diagnose(ending, exit_words, stderr, reports, loading=loading, link=self._link_fault)
+        self._link_fault = None
         self.last_failure = failure
         self.reason = failure.reason
         for stream in self.board.waiting:
