@@ -17,69 +17,23 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from hydra.errors import EngineError, HydraError, PeerUnreachable
 from hydra.head import launch
-from hydra.head import probe as probing
 from hydra.head.diagnosis import Ending, Failure, Ledger, LinkFault, diagnose, error_from_frame
+from hydra.head.peers import Peers
 from hydra.head.probe import PeerReport, PeerTarget
 from hydra.head.process import EngineProcess, Frame
+from hydra.head.report import Event, SupervisorSettings, Totals, percent
 from hydra.head.spec import EngineSpec
 from hydra.head.streams import Board, Chunk, Overloaded, Stream, Unavailable, WaitedTooLong
 from hydra.head.watchdog import Pulse, Watchdog
 
+__all__ = ["Event", "Supervisor", "SupervisorSettings", "Totals"]
+
 log = logging.getLogger("hydra.head")
-
-
-@dataclass(frozen=True)
-class SupervisorSettings:
-    """How patient the supervisor is. The first nine are keys of [head] and [link] in hydra.toml."""
-
-    queue_max: int = 64
-    queue_wait_s: float = 600.0
-    grace_s: float = 10.0
-    peer_wait_s: float = 300.0
-    step_deadline_s: float = 120.0
-    silence_s: float = 15.0
-    restart_limit: int = 5
-    restart_window_s: float = 600.0
-    backoff_first_s: float = 1.0
-    backoff_max_s: float = 30.0
-    heartbeat_s: float = 10.0
-    """An engine process that says nothing at all for this long is stopped or dead; six times that while it loads."""
-    suspect_s: float = 3.0
-    """A step this long makes us look at the peers; nothing is ended for it."""
-    probe_s: float = 5.0
-    probe_timeout_s: float = 2.0
-
-
-@dataclass(frozen=True)
-class Event:
-    """Something worth a log line or a progress bar. kind: state, progress, peer, failure, recovered, log."""
-
-    kind: str
-    message: str
-    node: str | None = None
-    level: str = "info"
-    data: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass
-class Totals:
-    """Sums since start, for /metrics."""
-
-    requests: dict[str, int] = field(default_factory=dict)
-    prompt_tokens: int = 0
-    generated_tokens: int = 0
-    drafted: int = 0
-    accepted: int = 0
-    prompt_seconds: float = 0.0
-    generate_seconds: float = 0.0
-    resumed_streams: int = 0
-    last_prefill_tps: float = 0.0
-    last_decode_tps: float = 0.0
 
 
 @dataclass
@@ -105,16 +59,14 @@ class Supervisor:
         on_event: Callable[[Event], None] | None = None,
     ) -> None:
         self.spec = spec
-        self.peers = tuple(peers)
         self.settings = settings or SupervisorSettings()
+        self.peers = Peers(peers, self.settings.probe_timeout_s)
         self.board = Board(spec.parallel, self.settings.queue_max)
         self.ledger = Ledger(self.settings.restart_limit, self.settings.restart_window_s)
         self.totals = Totals()
         self.state = "stopped"
         self.info: dict[str, Any] = {}
         self.progress: dict[str, Any] = {}
-        self.reports: dict[str, PeerReport] = {}
-        self.peer_stats: dict[str, dict[str, Any]] = {}
         self.last_failure: Failure | None = None
         self._link_fault: LinkFault | None = None
         self.reason = ""
@@ -168,7 +120,7 @@ class Supervisor:
             return
         stream.cancelled = True
         stream.finish("cancelled", {})
-        self._count("cancelled")
+        self.totals.count("cancelled")
         if stream.id in self.board.active:
             self._send({"type": "cancel", "id": stream.id})
         else:
@@ -215,7 +167,7 @@ class Supervisor:
             "recovering": self.recovering,
             "node": load.get("node") or (self._blocked.target.name if self._blocked else None),
             "stage": load.get("stage"),
-            "percent": _percent(load),
+            "percent": percent(load),
             "eta_s": load.get("eta_s"),
             "restarts": self.ledger.total,
             "uptime_s": round(now - self.started_at, 1),
@@ -224,7 +176,7 @@ class Supervisor:
             "step": self._pulse.step,
             "slots": {"total": self.board.parallel, "busy": len(self.board.active)},
             "queued": len(self.board.waiting),
-            "peers": [self._peer_row(peer) for peer in self.peers],
+            "peers": self.peers.rows(),
         }
 
     def link_failed(self, node: str, kind: str, message: str, hint: str) -> None:
@@ -341,7 +293,7 @@ class Supervisor:
         exit_words = engine.exit_words() if engine else "could not be started"
         kept = self.board.engine_lost("the engine is being restarted")
         self._set_state("waiting", "the engine ended; looking for the reason")
-        reports = await self._probe_all(engine_connected=False)
+        reports = await self.peers.look(engine_connected=False)
         failure = diagnose(ending, exit_words, stderr, reports, loading=loading, link=self._link_fault)
         self._link_fault = None
         self.last_failure = failure
@@ -355,7 +307,8 @@ class Supervisor:
         # A peer that went away meanwhile says nothing about the new settings.
         if self._fallback is not None and loading and not failure.key.startswith(("peer:", "link:")):
             error = failure.error or EngineError(failure.reason, failure.hint)
-            self.spec, self.peers = self._fallback
+            self.spec = self._fallback[0]
+            self.peers.replace(self._fallback[1])
             self.board.parallel = self.spec.parallel
             self._fallback = None
             self._emit(
@@ -389,14 +342,7 @@ class Supervisor:
                 return Ending("error", "could not be started", error)
             engine.ended.add_done_callback(lambda _: self._end(Ending("exit")))
             engine.send({"type": "load", "spec": self.spec.to_dict()})
-            guard = Watchdog(
-                self._pulse,
-                self.settings.step_deadline_s,
-                self.settings.silence_s,
-                self.settings.heartbeat_s,
-                self.settings.suspect_s,
-                lambda: self._probe_all(engine_connected=True),
-            )
+            guard = Watchdog(self._pulse, self.settings, lambda: self.peers.look(engine_connected=True))
             watchdog = asyncio.create_task(self._guard(guard))
             ending = await self._ended
             if ending.kind in ("stop", "reload"):
@@ -421,8 +367,9 @@ class Supervisor:
     def _take_over_reload(self) -> None:
         if self._reload_to is None:
             return
-        former = (self.spec, self.peers)
-        (self.spec, self.peers), self._reload_to = self._reload_to, None
+        former = (self.spec, self.peers.targets)
+        (self.spec, targets), self._reload_to = self._reload_to, None
+        self.peers.replace(targets)
         self._draining = False
         self._fallback = former if self._was_ready else None
         self.board.engine_lost("the settings are being changed")
@@ -431,7 +378,6 @@ class Supervisor:
             # Their tokens mean nothing to another model.
             self.board.fail_all(Unavailable("The model was changed while the request waited.", "Send it again.", 1.0))
         self.reason = "the settings are being changed"
-        self.reports = {name: report for name, report in self.reports.items() if name in {p.name for p in self.peers}}
 
     # ---- peers
     # --------------------------------------------------------------------------------------------------------
@@ -443,7 +389,7 @@ class Supervisor:
         """
         delay, begin = self.settings.backoff_first_s, time.monotonic()
         while not self._stopping and self._reload_to is None:
-            missing = [report for report in await self._probe_all(engine_connected=False) if not report.usable]
+            missing = [report for report in await self.peers.look(engine_connected=False) if not report.usable]
             self._blocked = next((report for report in missing if report.state == "mismatch"), None)
             if not missing:
                 return True
@@ -466,28 +412,18 @@ class Supervisor:
                 {"retry_s": delay, "state": first.state},
             )
             await self._sleep(delay)
-            delay = min(self.settings.backoff_max_s, delay * 2)
+            # One that answers is on its way: it is not worth waiting long for.
+            answers = first.state == "degraded"
+            delay = self.settings.backoff_first_s if answers else min(self.settings.backoff_max_s, delay * 2)
         return False
-
-    async def _probe_all(self, *, engine_connected: bool) -> list[PeerReport]:
-        reports = await asyncio.gather(
-            *(
-                probing.probe(peer, self.settings.probe_timeout_s, engine_connected=engine_connected)
-                for peer in self.peers
-            )
-        )
-        for report in reports:
-            self.reports[report.target.name] = report
-        return list(reports)
 
     async def _watch_peers(self) -> None:
         """Round trips and byte counts for /metrics and `hydra ps`, now and then."""
         while True:
             await asyncio.sleep(self.settings.probe_s)
-            if self.ready and self.peers:
-                await self._probe_all(engine_connected=True)
-                for peer in self.peers:
-                    self.peer_stats[peer.name] = await probing.stats(peer, self.settings.probe_timeout_s)
+            if self.ready:
+                await self.peers.look(engine_connected=True)
+                await self.peers.count()
 
     # ---- frames
     # -------------------------------------------------------------------------------------------------------
@@ -543,8 +479,8 @@ class Supervisor:
             stats = dict(frame.get("stats") or {})
             reason = str(frame.get("reason", "stop"))
             if not stream.finished:
-                self._count(reason)
-            self._add_up(stats)
+                self.totals.count(reason)
+            self.totals.add(stats)
             if reason == "error":
                 stream.fail(
                     error_from_frame(frame.get("error") or {"message": "The engine could not finish this request."})
@@ -569,7 +505,7 @@ class Supervisor:
             stream = self.board.release(number)
             if stream is not None:
                 stream.fail(error)
-                self._count("error")
+                self.totals.count("error")
             self._dispatch()
 
     def _on_line(self, line: str) -> None:
@@ -631,7 +567,7 @@ class Supervisor:
         while True:
             await asyncio.sleep(0.2)
             for stream in self.board.expire(time.monotonic()):
-                self._count("waited_too_long")
+                self.totals.count("waited_too_long")
                 if stream.id in self.board.active:
                     self._send({"type": "cancel", "id": stream.id})
 
@@ -662,39 +598,7 @@ class Supervisor:
         if self._on_event is not None:
             self._on_event(Event(kind, message, node, level, data or {}))
 
-    def _count(self, outcome: str) -> None:
-        self.totals.requests[outcome] = self.totals.requests.get(outcome, 0) + 1
-
-    def _add_up(self, stats: dict[str, Any]) -> None:
-        totals = self.totals
-        totals.prompt_tokens += int(stats.get("prompt_tokens") or 0)
-        totals.drafted += int(stats.get("drafted") or 0)
-        totals.accepted += int(stats.get("accepted") or 0)
-        totals.last_prefill_tps = float(stats.get("prefill_tps") or totals.last_prefill_tps)
-        totals.last_decode_tps = float(stats.get("decode_tps") or totals.last_decode_tps)
-
-    def _peer_row(self, peer: PeerTarget) -> dict[str, Any]:
-        report = self.reports.get(peer.name)
-        row: dict[str, Any] = {"name": peer.name, "endpoint": peer.endpoint, "state": "unknown"}
-        if report is not None:
-            row |= {
-                "state": report.state,
-                "detail": report.detail,
-                "rtt_ms": report.rtt_ms,
-                "stock": report.stock,
-                "health": report.health,
-                "stats": self.peer_stats.get(peer.name, {}),
-            }
-        return row
-
 
 def _set_error(future: asyncio.Future[Any], error: HydraError) -> None:
     if not future.done():
         future.set_exception(error)
-
-
-def _percent(load: dict[str, Any]) -> float | None:
-    for done, total in (("bytes_done", "bytes_total"), ("layers_done", "layers_total")):
-        if load.get(total):
-            return round(100.0 * float(load.get(done) or 0) / float(load[total]), 1)
-    return None

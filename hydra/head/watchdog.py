@@ -13,6 +13,7 @@ import time
 from collections.abc import Awaitable, Callable
 
 from hydra.head.probe import PeerReport
+from hydra.head.report import SupervisorSettings
 
 TICK_S = 0.25
 
@@ -44,24 +45,15 @@ class Pulse:
 class Watchdog:
     """`wait_for_stall` returns the reason once the engine has to be ended.
 
-    step_deadline_s: one step, or one stretch of loading without progress, at most. silence_s: a peer that does not
-    answer for so long, while a step waits, is gone. heartbeat_s: no frame at all. suspect_s: when to begin to look.
+    Of its patience: step_deadline_s bounds one step, or one stretch of loading without progress; silence_s a peer that
+    does not answer while a step waits; heartbeat_s a child that sends no frame at all; suspect_s is when to look.
     """
 
     def __init__(
-        self,
-        pulse: Pulse,
-        step_deadline_s: float,
-        silence_s: float,
-        heartbeat_s: float,
-        suspect_s: float,
-        look: Callable[[], Awaitable[list[PeerReport]]],
+        self, pulse: Pulse, patience: SupervisorSettings, look: Callable[[], Awaitable[list[PeerReport]]]
     ) -> None:
         self.pulse = pulse
-        self.step_deadline_s = step_deadline_s
-        self.silence_s = silence_s
-        self.heartbeat_s = heartbeat_s
-        self.suspect_s = suspect_s
+        self.patience = patience
         self._look = look
         self._instances: dict[str, str] = {}
         self._bad_since: dict[str, float] = {}
@@ -71,18 +63,18 @@ class Watchdog:
             self._remember(report)
         looked_at = 0.0
         while True:
-            await asyncio.sleep(min(TICK_S, self.heartbeat_s / 4))
+            await asyncio.sleep(min(TICK_S, self.patience.heartbeat_s / 4))
             pulse, now = self.pulse, time.monotonic()
             quiet, stuck = now - pulse.heard_at, now - pulse.moved_at
-            if quiet > self.heartbeat_s * (6 if pulse.loading else 1):
+            if quiet > self.patience.heartbeat_s * (6 if pulse.loading else 1):
                 return f"gave no sign of life for {quiet:.1f} s"
-            if not (pulse.busy or pulse.loading) or stuck < self.suspect_s:
+            if not (pulse.busy or pulse.loading) or stuck < self.patience.suspect_s:
                 self._bad_since.clear()
                 continue
             doing = "a stretch of loading" if pulse.loading else f"step {pulse.step}"
-            if stuck > self.step_deadline_s:
+            if stuck > self.patience.step_deadline_s:
                 return f"stalled: {doing} takes {stuck:.1f} s"
-            if now - looked_at >= min(1.0, self.silence_s / 4):
+            if now - looked_at >= min(1.0, self.patience.silence_s / 4):
                 looked_at = now
                 words = self._judge(await self._look())
                 if words:
@@ -99,7 +91,7 @@ class Watchdog:
                 continue
             since = self._bad_since.setdefault(name, now)
             # A refused connection is an answer: the box is there and the program is not. The rest may be the network.
-            if report.state in ("refused", "mismatch") or now - since >= self.silence_s:
+            if report.state in ("refused", "mismatch") or now - since >= self.patience.silence_s:
                 return report.words
         return ""
 
