@@ -361,8 +361,7 @@ class Supervisor:
                 engine.kill_now()
 
     async def _guard(self, watchdog: Watchdog) -> None:
-        words = await watchdog.wait_for_stall()
-        self._end(Ending("stall", words))
+        self._end(Ending("stall", await watchdog.wait_for_stall()))
 
     def _take_over_reload(self) -> None:
         if self._reload_to is None:
