@@ -62,8 +62,10 @@ class LinkHead:
             flash_attn="on", n_threads=spec.threads,
         )  # fmt: skip
         self._batch = llama.Batch(BASE_TOKENS)
-        # Any tokens do: what is measured does not depend on them.
-        self._text = np.random.default_rng(1).integers(600, 2000, BASE_TOKENS + _TAIL_TOKENS).tolist()
+        # Any tokens do, but not the first few, where control tokens are: what is measured does not depend on them.
+        n_tokens = self.model.vocab.n_tokens
+        some = np.random.default_rng(1).integers(n_tokens // 8, n_tokens // 2, BASE_TOKENS + _TAIL_TOKENS)
+        self._text: list[int] = some.tolist()
         self._decode(self._text[:BASE_TOKENS], 0, "last")
         self._state = self.context.state(0)
         self.filled = self._position = BASE_TOKENS
