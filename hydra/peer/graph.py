@@ -231,6 +231,7 @@ class Arena:
             buf_size=handles.size[: handles.count],
             nodes=self.nodes,
             use_count=self.rows["use_count"],
+            wire_widths=True,
         )
 
     def close(self) -> None:

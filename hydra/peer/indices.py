@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -226,6 +226,29 @@ class IndexGuard:
             note.values = None
 
 
+@dataclass
+class _Window:
+    """Rows of the table whose bytes must stay as they are from ``after`` (a node's position) until ``before``."""
+
+    row: int
+    after: int
+    before: int
+    node: int
+
+
+@dataclass
+class _Paths:
+    """What a topology alone decides: the same for every graph of it, wherever its tensors lie.
+
+    computing: rows of the nodes that write, when: their positions; uses: by row instead of place.
+    """
+
+    computing: NDArray[np.int64]
+    when: NDArray[np.int64]
+    uses: list[IndexUse]
+    windows: list[_Window]
+
+
 def plan(t: TensorTable, layout: Layout, beyond: dict[int, int] | None = None) -> IndexPlan:
     """Where a graph's indices come from; once its topology and placement have passed.
 
@@ -234,22 +257,27 @@ def plan(t: TensorTable, layout: Layout, beyond: dict[int, int] | None = None) -
     Raises: ProtocolError for indices that are sorted from more than there are rows, that a node writes over before they
     are used, or that are computed where no model computes them.
     """
-    nodes, ops = t.nodes, t.op[t.nodes].astype(np.int64)
-    position = np.full(len(t), -1, np.int64)
-    position[nodes] = np.arange(len(nodes))
+    paths: _Paths | None = layout.memo.get("indices")
+    if paths is None:
+        paths = layout.memo["indices"] = _paths(t, layout)
     place = (t.buf << PLACE_SHIFT) + t.data.astype(np.int64)
-    computing = nodes[~IS_VIEW_OP[ops] & (layout.elements[nodes] > 0)]
     length = layout.extent
     if beyond:
         length = length.copy()
         length[list(beyond)] = list(beyond.values())
-    start, end = place[computing], place[computing] + length[computing]
-    when = position[computing]
+    start = place[paths.computing]
+    end = start + length[paths.computing]
+    _check_windows(t, paths, place, layout.extent, start, end)
+    uses = [replace(use, place=int(place[use.place])) for use in paths.uses]
+    return IndexPlan(_merged(uses), _joined(start, end))
 
-    uses: list[IndexUse] = []
-    windows: list[
-        tuple[int, int, int, int, int]
-    ] = []  # start, end, written by (position), used at, the node that uses it
+
+def _paths(t: TensorTable, layout: Layout) -> _Paths:
+    nodes, ops = t.nodes, t.op[t.nodes].astype(np.int64)
+    position = np.full(len(t), -1, np.int64)
+    position[nodes] = np.arange(len(nodes))
+    computing = nodes[~IS_VIEW_OP[ops] & (layout.elements[nodes] > 0)]
+    paths = _Paths(computing, position[computing], [], [])
     for op, (slot, table, dim) in _SLOTS.items():
         users = nodes[ops == op]
         if not len(users):
@@ -258,22 +286,27 @@ def plan(t: TensorTable, layout: Layout, beyond: dict[int, int] | None = None) -
         limits = t.ne[t.src[users, table], dim]
         for user, holder, limit in zip(users.tolist(), holders.tolist(), limits.tolist(), strict=True):
             if layout.elements[holder] and layout.elements[user]:
-                _follow(t, layout, position, place, user, holder, limit, op, uses, windows)
-    _check_windows(t, windows, start, end, when)
-    return IndexPlan(_merged(uses), _joined(start, end))
+                _follow(t, layout, position, user, holder, limit, op, paths)
+    # Most layers read the same indices: what must last until the last of them lasts for all.
+    longest: dict[tuple[int, int], _Window] = {}
+    for window in paths.windows:
+        known = longest.get((window.row, window.after))
+        if known is None or known.before < window.before:
+            longest[window.row, window.after] = window
+    paths.windows = list(longest.values())
+    paths.uses = _merged(paths.uses)
+    return paths
 
 
 def _follow(
     t: TensorTable,
     layout: Layout,
     position: NDArray[np.int64],
-    place: NDArray[np.int64],
     user: int,
     holder: int,
     limit: int,
     op: int,
-    uses: list[IndexUse],
-    windows: list[tuple[int, int, int, int, int]],
+    paths: _Paths,
 ) -> None:
     """From the indices that ``user`` reads back to whoever made them."""
     node = int(position[user])
@@ -285,7 +318,7 @@ def _follow(
             row = int(t.src[row, 0])
             continue
         if here >= 0 and number in _COPIES and t.type[row] == t.type[t.src[row, 0]]:
-            windows.append(_window(layout.extent, place, read_at, here, before, node))
+            paths.windows.append(_Window(read_at, here, before, node))
             row = read_at = int(t.src[row, 0])
             before = here
             continue
@@ -297,7 +330,7 @@ def _follow(
             raise ProtocolError(
                 f"Graph node {node}, {op_name(op)}: indices sorted from {count} for {limit} rows.", _HINT
             )
-        windows.append(_window(layout.extent, place, read_at, here, before, node))
+        paths.windows.append(_Window(read_at, here, before, node))
     elif here >= 0 and number != OP["NONE"]:
         if op not in _MAY_COMPUTE:
             raise ProtocolError(
@@ -305,37 +338,32 @@ def _follow(
                 _HINT,
             )
     else:
-        windows.append(_window(layout.extent, place, read_at, -1, before, node))
+        paths.windows.append(_Window(read_at, -1, before, node))
         dtype = "<i4" if int(t.type[read_at]) == I32 else "<i8"
         ne, nb = tuple(t.ne[read_at].tolist()), tuple(layout.nb[read_at].tolist())
-        uses.append(IndexUse(int(place[read_at]), int(layout.extent[read_at]), dtype, ne, nb, limit, node, op))
-
-
-def _window(
-    extent: NDArray[np.int64], place: NDArray[np.int64], row: int, after: int, before: int, node: int
-) -> tuple[int, int, int, int, int]:
-    first = int(place[row])
-    return first, first + int(extent[row]), after, before, node
+        paths.uses.append(IndexUse(read_at, int(layout.extent[read_at]), dtype, ne, nb, limit, node, op))
 
 
 def _check_windows(
     t: TensorTable,
-    windows: list[tuple[int, int, int, int, int]],
+    paths: _Paths,
+    place: NDArray[np.int64],
+    extent: NDArray[np.int64],
     start: NDArray[np.int64],
     end: NDArray[np.int64],
-    when: NDArray[np.int64],
 ) -> None:
     """No node may write to a place between the node that wrote indices there and the one that reads them."""
-    if not windows:
+    if not paths.windows:
         return
-    table = np.array(sorted(set(windows)), np.int64)
-    first, last, after, before = (table[:, i, None] for i in range(4))
-    bad = (start < last) & (end > first) & (when > after) & (when < before)
+    rows, after, before = np.array([(w.row, w.after, w.before) for w in paths.windows], np.int64).T
+    first, last = place[rows][:, None], (place[rows] + extent[rows])[:, None]
+    bad = (start < last) & (end > first) & (paths.when > after[:, None]) & (paths.when < before[:, None])
     if bad.any():
         at, by = (int(i) for i in np.argwhere(bad)[0])
-        user = int(table[at, 4])
+        user = paths.windows[at].node
         raise ProtocolError(
-            f"Graph node {user}, {op_name(int(t.op[t.nodes[user]]))}: node {int(when[by])} writes over its indices.",
+            f"Graph node {user}, {op_name(int(t.op[t.nodes[user]]))}: node {int(paths.when[by])} writes over its"
+            " indices.",
             _HINT,
         )
 

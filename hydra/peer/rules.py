@@ -73,6 +73,7 @@ class TensorTable:
     nodes: Ints
     use_count: NDArray[np.int32] | None = None
     is_cpu: bool = True
+    wire_widths: bool = False  # ne and nb are known to have been 32 bits wide, as the wire has them
     layout: Layout | None = field(default=None, repr=False)
 
     def __len__(self) -> int:
@@ -102,6 +103,7 @@ class Layout:
     unit: Mask  # nb[0] is the type's size, whatever ne[0]
     root: Ints  # the tensor whose memory this one uses: view_src, or itself
     root_offs: Ints  # bytes from the root's first byte
+    memo: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)  # what others derive from a topology
 
 
 def check_tensors(t: TensorTable) -> None:
@@ -348,18 +350,19 @@ def check_span(extent: int, offset: int, size: int) -> None:
 def topology_key(t: TensorTable) -> bytes:
     """A 16-byte name of everything that check_graph looks at: equal keys, equal verdict."""
     digest = hashlib.blake2b(digest_size=16)
+    small = np.uint32  # as on the wire; rows of the table are fewer
     columns: list[NDArray[Any]] = [
         t.type,
-        t.ne,
-        t.nb,
+        t.ne.astype(small) if t.wire_widths else t.ne,
+        t.nb.astype(small) if t.wire_widths else t.nb,
         t.op,
         t.op_params,
         t.flags,
-        t.src,
-        t.view_src,
+        t.src.astype(np.int32),
+        t.view_src.astype(np.int32),
         t.view_offs,
         t.buf >= 0,
-        t.nodes,
+        t.nodes.astype(np.int32),
     ]
     if t.use_count is not None:
         columns.append(t.use_count)
