@@ -249,6 +249,7 @@ class GraphStore:
         self.max_arenas = max_arenas
         self.arenas: list[Arena] = []
         self.last: Arena | None = None
+        self._scratch = abi.aligned_bytes(0)
 
     def take(self, payload: memoryview, handles: HandleTable) -> Arena:
         """The arena that now holds the graph of a GRAPH_COMPUTE payload (everything after the 9-byte header).
@@ -256,7 +257,7 @@ class GraphStore:
         Raises: ProtocolError for counts that do not match the payload, and what Arena.update raises.
         """
         self.last = None
-        node_ids, words, n_tensors = _parse(payload)
+        node_ids, words, n_tensors = self._parse(payload)
         shape = (len(node_ids), n_tensors)
         best: Arena | None = None
         best_rows: np.ndarray | None = None
@@ -277,6 +278,28 @@ class GraphStore:
         self.arenas.insert(0, best)
         self.last = best
         return best
+
+    def _parse(self, payload: memoryview) -> tuple[np.ndarray, np.ndarray, int]:
+        """(node ids u64[k], tensor rows as u64 words, n_tensors); the rows in aligned memory, good until the next."""
+        _, n_nodes = wire.GRAPH_HEAD.unpack_from(payload)
+        at = wire.GRAPH_HEAD.size + 8 * n_nodes
+        if n_nodes > wire.MAX_GRAPH_TENSORS or len(payload) < at + 4:
+            raise ProtocolError(f"GRAPH_COMPUTE announces {n_nodes} nodes in {len(payload)} bytes.")
+        (n_tensors,) = wire.U32.unpack_from(payload, at)
+        wanted = at + 4 + n_tensors * wire.TENSOR_SIZE
+        if n_tensors > wire.MAX_GRAPH_TENSORS or len(payload) != wanted:
+            raise ProtocolError(
+                f"GRAPH_COMPUTE announces {n_nodes} nodes and {n_tensors} tensors in {len(payload)} bytes, not {wanted}."
+            )
+        if not n_nodes or n_nodes > n_tensors:
+            raise ProtocolError(f"GRAPH_COMPUTE has {n_nodes} nodes and {n_tensors} tensors.")
+        node_ids = np.frombuffer(payload, dtype="<u8", count=n_nodes, offset=8).copy()
+        size = n_tensors * wire.TENSOR_SIZE
+        if len(self._scratch) < size:
+            self._scratch = abi.aligned_bytes(size + size // 4)
+        words = self._scratch[:size]
+        words[:] = np.frombuffer(payload, dtype=np.uint8, offset=at + 4)
+        return node_ids, words.view(np.uint64), n_tensors
 
     def _free_arena(self, shape: tuple[int, int]) -> Arena:
         same = [arena for arena in self.arenas if arena.shape == shape]
@@ -313,23 +336,3 @@ for _name, _size in (("buffer", 8), ("data", 8), ("name", wire.MAX_NAME)):
 
 def _shapes(rows: np.ndarray) -> np.ndarray:
     return rows.view(np.uint8).reshape(len(rows), wire.TENSOR_SIZE)[:, _SHAPE_BYTES]
-
-
-def _parse(payload: memoryview) -> tuple[np.ndarray, np.ndarray, int]:
-    """(node ids u64[k], tensor rows as u64 words, n_tensors), copied to aligned memory."""
-    _, n_nodes = wire.GRAPH_HEAD.unpack_from(payload)
-    at = wire.GRAPH_HEAD.size + 8 * n_nodes
-    if n_nodes > wire.MAX_GRAPH_TENSORS or len(payload) < at + 4:
-        raise ProtocolError(f"GRAPH_COMPUTE announces {n_nodes} nodes in {len(payload)} bytes.")
-    (n_tensors,) = wire.U32.unpack_from(payload, at)
-    wanted = at + 4 + n_tensors * wire.TENSOR_SIZE
-    if n_tensors > wire.MAX_GRAPH_TENSORS or len(payload) != wanted:
-        raise ProtocolError(
-            f"GRAPH_COMPUTE announces {n_nodes} nodes and {n_tensors} tensors in {len(payload)} bytes, not {wanted}."
-        )
-    if not n_nodes or n_nodes > n_tensors:
-        raise ProtocolError(f"GRAPH_COMPUTE has {n_nodes} nodes and {n_tensors} tensors.")
-    node_ids = np.frombuffer(payload, dtype="<u8", count=n_nodes, offset=8).copy()
-    words = abi.aligned_bytes(n_tensors * wire.TENSOR_SIZE)
-    words[:] = np.frombuffer(payload, dtype=np.uint8, offset=at + 4)
-    return node_ids, words.view(np.uint64), n_tensors

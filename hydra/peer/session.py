@@ -86,14 +86,14 @@ class Session(Transfers):
                 receiver.need(9 + size)
             handler = handlers[cmd]
             assert handler is not None  # check_header knows all commands, and so does __init__
+            count[cmd] += 1
+            bytes_in[cmd] += size + 9
             if timings is None:
                 handler(size)
             else:
                 began = now()
                 handler(size)
                 stats.add_time(cmd, now() - began)
-            count[cmd] += 1
-            bytes_in[cmd] += size + 9
 
     def _hello(self, size: int = wire.CAPS_SIZE) -> None:
         receiver = self.receiver
