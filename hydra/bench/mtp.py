@@ -52,13 +52,16 @@ class Plan:
 
 @dataclass
 class Figure:
-    """One way of drafting, over all rounds: speeds in tokens/s, medians."""
+    """One way of drafting, over all rounds: speeds in tokens/s; ``other_ms``: of a step outside llama.cpp, sampling
+    included.
+    """
 
     peer: str
     draft: str
     decode_tps: list[float] = field(default_factory=list)
     prefill_tps: list[float] = field(default_factory=list)
     ideal_tps: list[float] = field(default_factory=list)
+    other_ms: list[float] = field(default_factory=list)
     acceptance_rate: float | None = None
     mean_acceptance_length: float | None = None
 
@@ -87,7 +90,8 @@ class Outcome:
                 _of(figure.median("decode_tps"), figure.median("ideal_tps")),
                 "–" if figure.acceptance_rate is None else f"{figure.acceptance_rate:.2f}",
                 "–" if figure.mean_acceptance_length is None else f"{figure.mean_acceptance_length:.2f}",
-                _number(figure.median("prefill_tps")), _ratio(figure, off, "prefill_tps")])
+                _number(figure.median("prefill_tps")), _ratio(figure, off, "prefill_tps"),
+                "–" if not figure.other_ms else f"{statistics.median(figure.other_ms):.2f}"])
         return rows
 
     def to_dict(self) -> dict[str, Any]:
@@ -101,7 +105,7 @@ class Outcome:
 
 
 COLUMNS = ("peer", "draft", "decode tok/s", "vs off", "vs no peer", "of ideal", "accepted", "mean length",
-           "prefill tok/s", "vs off")
+           "prefill tok/s", "vs off", "python ms")
 
 
 def _number(value: float | None) -> str:
@@ -238,6 +242,7 @@ def _measure(plan: Plan, client: _Client, peer: str, drafts: tuple[str, ...],
         if rounds:
             figure.acceptance_rate = accepted / drafted
             figure.mean_acceptance_length = 1 + accepted / rounds
+        figure.other_ms.append(1e3 * sum(s["other_s"] for s in stats) / max(1, max(s["steps"] for s in stats)))
         native = max(s["draft_s"] + s["verify_s"] for s in stats)
         made = sum(s["completion_tokens"] - 1 for s in stats)
         if native > 0:

@@ -15,6 +15,8 @@ MEMORY = 0.98  # of acceptance, per round: about 50 rounds
 TIME_MEMORY = 0.8
 SWITCH_GAIN = 1.02  # a change of width makes new graphs, so it must promise something
 FIRST_PROBE, LAST_PROBE = 48, 384  # rounds between two tries while drafting does not pay
+WARM_UP = 2  # steps of a width before its time counts
+REMEASURE = 256  # rounds after which a step without a draft is timed again
 
 
 @dataclass
@@ -65,9 +67,14 @@ class StepCost:
     def __init__(self, stepwise: bool = False) -> None:
         self.stepwise = stepwise
         self.seconds: dict[int, float] = {}
+        self._seen: dict[int, int] = {}
 
     def add(self, size: int, seconds: float) -> None:
         before = self.seconds.get(size)
+        self._seen[size] = self._seen.get(size, 0) + 1
+        if before is not None and self._seen[size] <= WARM_UP:
+            self.seconds[size] = min(before, seconds)  # the first of a width makes its graphs, and tells nothing
+            return
         # A step that made new graphs, or met a busy machine, is no measure of the next: take at most twice the mean
         # from it.
         value = seconds if before is None else min(seconds, 2 * before)
@@ -117,8 +124,8 @@ class DraftLength:
         if not self.adaptive or not acceptances:
             return self.n_max
         self._rounds += 1
-        if self._rounds == 2 and 1 not in self.verify.seconds:
-            return 0  # once, early: what a step without a draft costs
+        if self._rounds in (2, 3) or self._rounds % REMEASURE == 0:
+            return 0  # what a step without a draft costs
         best = self._best(acceptances)
         if best == 0:
             self._until_probe -= 1

@@ -188,8 +188,13 @@ class Engine:
             native_s += self._prefill_step(filling, bool(decoding), events)
         self.steps += 1
         if decoding and not filling:
+            other_s = time.perf_counter() - started - native_s
             self.decoded_steps += 1
-            self.python_s += time.perf_counter() - started - native_s
+            self.python_s += other_s
+            self.stats.other_s += other_s
+            for slot in decoding:
+                if slot.request is not None:
+                    slot.request.draft.other_s += other_s / len(decoding)
         return events
 
     def _drop_cancelled(self, events: list[Event]) -> None:

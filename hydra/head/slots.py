@@ -51,13 +51,17 @@ Event = Chunk | Done | Failed
 
 @dataclass
 class DraftStats:
-    """What drafting did; ``positions[k]`` counts how often the draft's token k was tried and accepted."""
+    """What drafting did; ``tried_at[k]`` and ``accepted_at[k]`` count the draft's token k.
+
+    ``draft_s`` and ``verify_s`` are spent in llama.cpp, ``other_s`` outside it while decoding: sampling and Python.
+    """
 
     rounds: int = 0
     drafted: int = 0
     accepted: int = 0
     draft_s: float = 0.0
     verify_s: float = 0.0
+    other_s: float = 0.0
     tried_at: list[int] = field(default_factory=list)
     accepted_at: list[int] = field(default_factory=list)
 
@@ -79,6 +83,7 @@ class DraftStats:
                 "acceptance_rate": round(self.accepted / self.drafted, 4) if self.drafted else None,
                 "mean_acceptance_length": round(1 + self.accepted / self.rounds, 4) if self.rounds else None,
                 "draft_rounds": self.rounds, "draft_s": round(self.draft_s, 6), "verify_s": round(self.verify_s, 6),
+                "other_s": round(self.other_s, 6),
                 "tried_at": list(self.tried_at), "accepted_at": list(self.accepted_at)}
 
 
@@ -107,7 +112,6 @@ class Request:
         self.checkpoint_at = 0
         self.draft = DraftStats()
         self.steps = 0
-        self.python_s = 0.0
         self.created_at = time.perf_counter()
         self.admitted_at = 0.0
         self.first_at = 0.0
