@@ -289,7 +289,7 @@ class GraphStore:
         wanted = at + 4 + n_tensors * wire.TENSOR_SIZE
         if n_tensors > wire.MAX_GRAPH_TENSORS or len(payload) != wanted:
             raise ProtocolError(
-                f"GRAPH_COMPUTE announces {n_nodes} nodes and {n_tensors} tensors in {len(payload)} bytes, not {wanted}."
+                f"GRAPH_COMPUTE: {n_nodes} nodes and {n_tensors} tensors in {len(payload)} bytes, which take {wanted}."
             )
         if not n_nodes or n_nodes > n_tensors:
             raise ProtocolError(f"GRAPH_COMPUTE has {n_nodes} nodes and {n_tensors} tensors.")
