@@ -29,6 +29,7 @@ HEADER = wire.HEADER.size
 SET_HEAD = HEADER + wire.SET_TENSOR_HEAD_SIZE  # where a SET_TENSOR's data begin
 SMALL_BYTES = 1024  # shorter messages are compared whole: looking for ranges costs more than it saves
 _GAP_WORDS = 4  # equal stretches up to 32 bytes long are sent along: a range costs eight bytes and some time
+_FEW = 32
 _SEEN = 8192
 _LAST_PAUSE = 256  # a message that always changes everywhere is looked at once in so many times
 HALF_PIECE_BYTES = 256 << 10
@@ -37,7 +38,12 @@ HALF_PIECE_BYTES = 256 << 10
 _SET_KEY = struct.Struct("<x Q 12x Q 200x Q 68x B Q")
 _GET_BUFFER = struct.Struct("<21x Q")
 _GRAPH_KEY = struct.Struct("<x Q I")
-_KEPT_WHOLE = (Command.GET_TENSOR, Command.GRAPH_RECOMPUTE)
+_ONE_RANGE = struct.Struct("<BHHII")  # a PATCH of one range
+_SLOT = frames.SLOT
+# Plain numbers: an enumeration's members cost a look-up each time, and comparing goes through their class.
+_SAME, _PATCH = int(Up.SAME), int(Up.PATCH)
+_SET_TENSOR, _GET_TENSOR, _GRAPH_COMPUTE = int(Command.SET_TENSOR), int(Command.GET_TENSOR), int(Command.GRAPH_COMPUTE)
+_KEPT_WHOLE = (_GET_TENSOR, int(Command.GRAPH_RECOMPUTE))
 # Comparing 262 KB by memcmp takes 10 µs. Through PyDLL, because giving the GIL away costs more than that.
 _memcmp = ctypes.PyDLL(None).memcmp
 _memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
@@ -94,7 +100,7 @@ class Encoder:
         if not self.deltas or size > frames.MAX_KEPT_BYTES:
             self.plain(message)
             return
-        if cmd == Command.SET_TENSOR and size >= SET_HEAD:
+        if cmd == _SET_TENSOR and size >= SET_HEAD:
             fields = _SET_KEY.unpack_from(message)
             key, buffer = fields, fields[1]
             if fields[3]:  # a weight that may be cached: it comes once
@@ -102,9 +108,9 @@ class Encoder:
                 return
         elif cmd in _KEPT_WHOLE:
             key = bytes(message)
-            if cmd == Command.GET_TENSOR and size >= _GET_BUFFER.size:
+            if cmd == _GET_TENSOR and size >= _GET_BUFFER.size:
                 (buffer,) = _GET_BUFFER.unpack_from(message)
-        elif cmd == Command.GRAPH_COMPUTE and size >= _GRAPH_KEY.size:
+        elif cmd == _GRAPH_COMPUTE and size >= _GRAPH_KEY.size:
             key = _GRAPH_KEY.unpack_from(message)
         else:
             if cmd == Command.FREE_BUFFER and size == HEADER + 8:
@@ -119,11 +125,11 @@ class Encoder:
         kept.used = self._clock
         if size <= SMALL_BYTES:
             if bytes(message) == kept.content:  # views would be compared item by item
-                self._put(frames.SLOT.pack(Up.SAME, kept.number))
+                self._put(_SLOT.pack(_SAME, kept.number))
             else:
                 self._tail(kept, message)
         elif not _memcmp(address, kept.address, size):
-            self._put(frames.SLOT.pack(Up.SAME, kept.number))
+            self._put(_SLOT.pack(_SAME, kept.number))
         elif kept.skip:
             kept.skip -= 1
             self._tail(kept, message)
@@ -173,7 +179,7 @@ class Encoder:
         """Changed all over: whole, without the head of a SET_TENSOR where that is what it was."""
         size = len(message)
         if size > SET_HEAD and bytes(message[:SET_HEAD]) == kept.content[:SET_HEAD]:
-            self._put(frames.PATCH.pack(Up.PATCH, kept.number, 1) + struct.pack("<II", SET_HEAD, size - SET_HEAD))
+            self._put(_ONE_RANGE.pack(_PATCH, kept.number, 1, SET_HEAD, size - SET_HEAD))
             self._put(message[SET_HEAD:])
             kept.view[SET_HEAD:] = message[SET_HEAD:]
         else:
@@ -182,8 +188,8 @@ class Encoder:
             kept.view[:] = message
 
     def _changed(self, kept: _Kept, message: memoryview) -> None:
-        ranges = self._ranges(kept, message)
-        if ranges is None:
+        spans = self._ranges(kept, message)
+        if spans is None:
             # Activations change everywhere in every step: do not look again for some time.
             kept.pause = min(2 * kept.pause + 1, _LAST_PAUSE)
             kept.skip = kept.pause
@@ -191,16 +197,19 @@ class Encoder:
             return
         kept.pause = 0
         view = kept.view
-        spans = ranges.tolist()
-        parts: list[bytes | memoryview] = [frames.PATCH.pack(Up.PATCH, kept.number, len(spans)), ranges.tobytes()]
-        for offset, length in spans:
-            part = message[offset : offset + length]
-            view[offset : offset + length] = part
+        count = len(spans) // 2
+        parts: list[bytes | memoryview] = [
+            frames.PATCH.pack(_PATCH, kept.number, count), struct.pack(f"<{2 * count}I", *spans)
+        ]  # fmt: skip
+        for at in range(0, 2 * count, 2):
+            offset = spans[at]
+            part = message[offset : offset + spans[at + 1]]
+            view[offset : offset + spans[at + 1]] = part
             parts.append(part)
         self._put(b"".join(parts))
 
-    def _ranges(self, kept: _Kept, message: memoryview) -> np.ndarray | None:
-        """u32[n, 2] of (offset, length) that differ, or None where sending the whole is as good."""
+    def _ranges(self, kept: _Kept, message: memoryview) -> list[int] | None:
+        """What differs as offset, length, offset, length …; None where sending the whole is as good."""
         size = len(message)
         words = size // 8
         if len(self._differs) <= words:
@@ -210,6 +219,8 @@ class Encoder:
         np.not_equal(new, kept.words, out=differs[:words])
         differs[words] = message[8 * words :] != kept.view[8 * words :]
         changed = np.flatnonzero(differs)
+        if len(changed) <= _FEW:
+            return _few_spans(changed.tolist(), size)
         if 8 * len(changed) > 0.9 * size:
             return None
         breaks = np.flatnonzero(np.diff(changed) > _GAP_WORDS)
@@ -222,7 +233,20 @@ class Encoder:
         table[:-1, 1] = (changed[breaks] + 1) * 8
         table[:, 1] -= table[:, 0]
         cost = frames.PATCH.size + table.nbytes + int(table[:, 1].sum())
-        return table if cost < 0.9 * size else None
+        return table.ravel().tolist() if cost < 0.9 * size else None
+
+
+def _few_spans(changed: list[int], size: int) -> list[int]:
+    """The same from the numbers of a few changed words, without numpy's cost for each call."""
+    spans = []
+    first = last = changed[0]
+    for word in changed[1:]:
+        if word - last > _GAP_WORDS:
+            spans += [8 * first, 8 * (last + 1 - first)]
+            first = word
+        last = word
+    spans += [8 * first, min(8 * (last + 1), size) - 8 * first]
+    return spans
 
 
 class Decoder:
@@ -290,13 +314,43 @@ class Decoder:
                     return pos, written
                 pos = self._fill(raw, pos, end)
             else:
-                size = frames.UP_HEADS.get(raw[pos], 0) if pos < end else 1  # type: ignore[call-overload]
+                if pos == end:
+                    return pos, written
+                size, count = self._whole(raw, pos, end, room, written)
+                if size:
+                    pos += size
+                    written += count
+                    continue
+                size = frames.UP_HEADS.get(raw[pos], 0)  # type: ignore[call-overload]
                 if end - pos < size:
                     return pos, written
                 if not size:
                     raise ProtocolError(f"A frame of kind {raw[pos]:#04x} on the link.")
                 self._frame(raw, pos)
                 pos += size
+
+    def _whole(self, raw: memoryview, pos: int, end: int, room: memoryview, at: int) -> tuple[int, int]:
+        """The usual frames of a step where all of one is there and fits: (its size, bytes written), else (0, 0).
+
+        Nothing but speed: what is refused here is judged in ``_frame``.
+        """
+        kind = raw[pos]
+        if kind == _SAME and end - pos >= 3:
+            kept = self._kept.get(_SLOT.unpack_from(raw, pos)[1])
+            if kept is not None and len(kept) <= len(room) - at:
+                size = len(kept)
+                room[at : at + size] = kept
+                return 3, size
+        elif kind == _PATCH and end - pos >= _ONE_RANGE.size and raw[pos + 3] == 1 and not raw[pos + 4]:
+            _, slot, _, offset, length = _ONE_RANGE.unpack_from(raw, pos)
+            first = pos + _ONE_RANGE.size
+            kept = self._kept.get(slot)
+            if kept is not None and offset + length <= len(kept) <= len(room) - at and 0 < length <= end - first:
+                size = len(kept)
+                kept[offset : offset + length] = raw[first : first + length]
+                room[at : at + size] = kept
+                return _ONE_RANGE.size + length, size
+        return 0, 0
 
     def _deliver(self, data: memoryview) -> None:
         self._ready, self._at = data, 0
