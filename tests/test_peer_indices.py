@@ -208,6 +208,15 @@ def test_sorted_indices_may_not_be_written_over_either() -> None:
         planned(*rows, over, nodes=[2, 3, 7, 6])
 
 
+def test_sorted_indices_are_only_known_if_the_sort_is_not_skipped() -> None:
+    rows = experts(4, 4)
+    rows[1]["flags"] = 0
+    with pytest.raises(ProtocolError, match="node 0 makes its indices and is skipped"):
+        planned(*rows, nodes=[2, 3, 6])
+    rows[5]["flags"] = 0  # a branch that is not taken is not asked about
+    planned(*rows, nodes=[2, 3, 6])
+
+
 def test_experts_are_not_chosen_by_arithmetic() -> None:
     cast = leaf(2, (2, 3), "i32", op="CPY", src=(1, 2))
     out = leaf(6, (8, 2, 3), op="MUL_MAT_ID", src=(4, 5, 2))

@@ -29,6 +29,7 @@ from hydra.peer.rules import Layout, TensorTable
 PLACE_SHIFT = 48
 MAX_NOTE_BYTES = 1 << 20
 MAX_NOTES = 256
+FLAG_COMPUTE = 16  # GGML_TENSOR_FLAG_COMPUTE: the backends skip a node without it
 _FEW_BYTES = 256  # up to here Python's own min and max are faster than numpy's
 INTEGERS = frozenset((I32, I64))
 
@@ -285,7 +286,7 @@ def _paths(t: TensorTable, layout: Layout) -> _Paths:
         holders = t.src[users, slot]
         limits = t.ne[t.src[users, table], dim]
         for user, holder, limit in zip(users.tolist(), holders.tolist(), limits.tolist(), strict=True):
-            if layout.elements[holder] and layout.elements[user]:
+            if layout.elements[holder] and layout.elements[user] and t.flags[user] & FLAG_COMPUTE:
                 _follow(t, layout, position, user, holder, limit, op, paths)
     # Most layers read the same indices: what must last until the last of them lasts for all.
     longest: dict[tuple[int, int], _Window] = {}
@@ -317,6 +318,10 @@ def _follow(
         if IS_VIEW_OP[number] and t.src[row, 0] >= 0:
             row = int(t.src[row, 0])
             continue
+        if here >= 0 and number in _COPIES | _SORTED and not t.flags[row] & FLAG_COMPUTE:
+            raise ProtocolError(
+                f"Graph node {node}, {op_name(op)}: node {here} makes its indices and is skipped.", _HINT
+            )
         if here >= 0 and number in _COPIES and t.type[row] == t.type[t.src[row, 0]]:
             paths.windows.append(_Window(read_at, here, before, node))
             row = read_at = int(t.src[row, 0])

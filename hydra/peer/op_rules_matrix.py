@@ -41,7 +41,8 @@ def _mul_mat(b: Batch) -> None:
     widened = (c.type == BF16) & (a.type == F32)
     transform = hadamard & (a.type == F32) & (c.type == F16)
     b.need((c.type == F32) | same | widened | transform, "there is no kernel for these types")
-    b.need((a.ne[:, 0] == c.ne[:, 0]) & divides(c.ne[:, 2:], a.ne[:, 2:]).all(1), "the shapes do not fit")
+    fit = (a.ne[:, 0] == c.ne[:, 0]) & (a.ne[:, 0] > 0) & divides(c.ne[:, 2:], a.ne[:, 2:]).all(1)
+    b.need(fit, "the shapes do not fit")
     # the transform never reads the matrix: it takes a power of two for granted and writes as many as it reads
     power = (c.ne[:, 0] > 0) & (c.ne[:, 0] & (c.ne[:, 0] - 1) == 0)
     square = (a.ne[:, 1] == a.ne[:, 0]) & (a.ne[:, 2:] == 1).all(1)
