@@ -256,3 +256,25 @@ def test_a_recurrent_state_is_kept_for_another_ending(kind: str, slots: int) -> 
             assert warm.tokens == answers_of(toy_spec(path, kind), [text], max_tokens=15)[0].tokens, text[-20:]
             cached.append(warm.stats["cached_tokens"])
     assert cached == [0, kept, kept, kept, kept, 0]
+
+
+@pytest.mark.parametrize("kind", ["none", "mtp"])
+def test_no_room_ends_one_request_and_not_the_engine(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Should llama.cpp refuse a batch for want of cells, the longest request fails and the others' answers are right."""
+    words = toy_language()
+    with Engine(toy_spec(toy(), kind, parallel=3)) as engine:
+        answers: dict[str, Answer] = {}
+        for i in range(3):
+            engine.submit(str(i), [97 + i] * (3 if i != 1 else 9), greedy(max_tokens=40))
+        for _ in range(4):
+            take(answers, engine.step())
+        real = engine._target.decode
+        monkeypatch.setattr(engine._target, "decode", lambda _batch: 1)
+        take(answers, engine.step())
+        monkeypatch.setattr(engine._target, "decode", real)
+        drain(engine, answers)
+    assert answers["1"].error is not None
+    assert "no room" in answers["1"].error.message
+    for id, last in (("0", 97), ("2", 99)):
+        assert answers[id].tokens == words.say(last, 40)
+        assert answers[id].stats["drafted"] == 0 or answers[id].stats["acceptance_rate"] > 0.2

@@ -339,7 +339,7 @@ class Engine:
         firsts = [batch.add([slot.next_token or 0, *drafts[slot.id]], len(slot.tokens), slot.id, output="all")
                   for slot in slots]
         if self._target.decode(batch) != 0:
-            raise RequestError(f"The context of {self.n_ctx} cells has no room for {batch.n} more.")
+            return self._no_room(slots, events)
         self._target.wait()
         verify_s = time.perf_counter() - started
         for slot, first, real in zip(slots, firsts, guessed, strict=True):
@@ -353,6 +353,17 @@ class Engine:
             self.stats.verify_s += verify_s
         self._decode_s = draft_s + verify_s if not self._decode_s else 0.8 * self._decode_s + 0.2 * (draft_s + verify_s)
         return draft_s + verify_s
+
+    def _no_room(self, slots: list[Slot], events: list[Event]) -> float:
+        """llama.cpp found no cells though ours say that there are some: the longest request ends, the others go on."""
+        longest = max(slots, key=lambda slot: len(slot.tokens))
+        needed = self._batch.n
+        for slot in slots:
+            if self._drafter is not None:
+                self._drafter.rewind(slot.id, len(slot.tokens))
+        self._fail(longest, RequestError(f"The context of {self.n_ctx} cells has no room for {needed} more.",
+                                         "Set a larger ctx_size, or fewer requests at once (parallel)."), events)
+        return 0.0
 
     def _with_room(self, slots: list[Slot], events: list[Event]) -> list[Slot]:
         """Those slots that can take one more token; the others end here, or shift."""
@@ -516,7 +527,7 @@ class Engine:
             parts.append((slot, piece, first, last))
         started = time.perf_counter()
         if self._target.decode(batch) != 0:
-            raise RequestError(f"The context of {self.n_ctx} cells has no room for {batch.n} more.")
+            return self._no_room(slots, events)
         if self._drafter is not None:
             for slot, piece, first, _last in parts:
                 after = len(slot.tokens) + len(piece)
