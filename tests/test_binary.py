@@ -1,0 +1,140 @@
+"""dist/hydra, the one file, as build/binary.sh made it: it starts without Python, and it leaves nothing behind.
+
+Skipped where there is no dist/hydra: building it takes minutes, so that is for whoever changes it and for releases.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from hydra import __version__
+from hydra.commands.child import free_ports
+from hydra.embedded import cache_home
+
+ROOT = Path(__file__).parent.parent
+FILE = ROOT / "dist" / "hydra"
+MODEL = cache_home() / "models" / "gemma-3-270m-q4_k_m.gguf"
+
+
+pytestmark = [pytest.mark.binary,
+              pytest.mark.skipif(not FILE.exists(), reason="no dist/hydra: build/binary.sh makes it")]
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    return tmp_path_factory.mktemp("home")
+
+
+@pytest.fixture
+def run(home, tmp_path):
+    """Runs the file with a home of its own, an own /tmp to look into, and neither Python nor a library path in sight."""
+    scratch = tmp_path / "tmp"
+    scratch.mkdir()
+    env = {"HOME": str(home), "PATH": "/usr/bin:/bin", "TMPDIR": str(scratch), "LANG": "C.UTF-8"}
+
+    def start(*arguments: str, timeout: float = 100, **more: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([str(FILE), *arguments], env={**env, **more}, capture_output=True, text=True,
+                              stdin=subprocess.DEVNULL, timeout=timeout, cwd=tmp_path)
+
+    start.env = env  # type: ignore[attr-defined]
+    start.scratch = scratch  # type: ignore[attr-defined]
+    return start
+
+
+def test_versions(run):
+    done = run("version", "--json")
+    found = json.loads(done.stdout)
+    assert (found["hydra"], found["ggml_rpc"], found["llama_cpp_python"]) == (__version__, "7.0.0", "0.3.36")
+    assert found["one_file"]["variant"] in ("cpu", "cuda") and found["one_file"]["cpu"] == "x86-64-v3"
+    assert list(run.scratch.iterdir()) == []
+
+
+def test_every_command_is_inside(run):
+    listed = run("--help").stdout.partition("Commands:")[2]
+    names = re.findall(r"^  (\S+)", listed, re.M)
+    assert {"up", "peer", "chat", "doctor", "demo", "service", "bench", "plan"} <= set(names)
+    for name in names:
+        assert run(name, "--help").stdout.startswith("Usage: hydra"), name
+    assert run("init", "--model", "m.gguf", "--head", "127.0.0.1", "--peer", "192.0.2.7", "--role", "head").returncode == 0
+
+
+def test_each_library_is_there_and_loaded_once(run):
+    """The doctor's own look, in a process of its own as for a user: versions, backends, and no library twice."""
+    done = run("doctor", "--json")
+    findings = [f for f in json.loads(done.stdout.splitlines()[-1])["findings"] if f["group"] == "library"]
+    assert len(findings) > 2 and [f for f in findings if f["status"] == "fail"] == []
+
+
+def test_programs_of_the_box_do_not_see_our_libraries(run, tmp_path):
+    """A program that hydra starts tells its environment: here systemctl, as `hydra service status` calls it."""
+    fake = tmp_path / "systemctl"
+    fake.write_text('#!/bin/sh\necho "ActiveState=active"; echo "SubState=$LD_LIBRARY_PATH"\n')
+    fake.chmod(0o755)
+    path = f"{tmp_path}:/usr/bin:/bin"
+    assert json.loads(run("service", "status", "--json", PATH=path).stdout)["substate"] == ""
+    own = run("service", "status", "--json", PATH=path, LD_LIBRARY_PATH="/opt/theirs")
+    assert json.loads(own.stdout)["substate"] == "/opt/theirs"
+
+
+def test_the_unit_names_the_file_and_not_the_unpacked_program(run, tmp_path):
+    (tmp_path / "hydra.toml").write_text((ROOT / "hydra.toml.example").read_text())
+    done = run("service", "install", "--dry-run", "--node", "mini")
+    # The configuration of a test lies in /tmp, which is refused; what is named in the unit is tested without.
+    assert done.returncode in (0, 2)
+    if done.returncode == 0:
+        assert f"ExecStart={FILE} up" in done.stdout
+
+
+@pytest.mark.skipif(not MODEL.exists(), reason="the embedded model has not been put together in the cache")
+def test_demo_from_a_model_file(run):
+    done = run("demo", "--json", "-n", "8", "--model", str(MODEL))
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["identical_to_local"] and len(found["tokens"]) == 8
+    assert list(run.scratch.iterdir()) == []
+
+
+def test_killed_it_leaves_no_files_and_no_processes(run):
+    (port,) = free_ports(1)
+    process = subprocess.Popen([str(FILE), "peer", "--bind", f"127.0.0.1:{port}", "--device", "CPU"], env=run.env,
+                               stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    try:
+        assert process.stderr is not None
+        deadline = time.monotonic() + 60
+        while b"Serving" not in process.stderr.readline():
+            assert time.monotonic() < deadline and process.poll() is None
+        children = _below(process.pid)
+        assert children  # the worker: the same program again
+    finally:
+        process.kill()
+        process.wait()
+        if process.stderr is not None:
+            process.stderr.close()
+    deadline = time.monotonic() + 20
+    while any(_alive(pid) for pid in children) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    left = [pid for pid in children if _alive(pid)]
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    assert left == [] and list(run.scratch.iterdir()) == []
+
+
+def _below(pid: int) -> list[int]:
+    text = Path(f"/proc/{pid}/task/{pid}/children").read_text()
+    found = [int(word) for word in text.split()]
+    return found + [below for child in found for below in _below(child)]
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
