@@ -4,7 +4,7 @@
 that an answer that was continued in the wrong place shows. A prompt may hold directives: `[[say64:BASE64]]` (these
 bytes, then the end), `[[delay:MS]]` (a pause before each token). Environment: FAKE_ENGINE_DIR, a folder for the count
 of lives; FAKE_ENGINE_FAULTS, a JSON list of {"life": n, "after": tokens, "do": what} with what one of abort, exit,
-stall, silent, garbage, failed, load_failed, load_hang.
+stall, pause, silent, garbage, failed, load_failed, load_hang.
 """
 
 from __future__ import annotations
@@ -169,6 +169,8 @@ class FakeEngine:
                     os._exit(3)
                 elif what == "stall":
                     time.sleep(3600)
+                elif what == "pause":
+                    time.sleep(1.5)
                 elif what == "silent":
                     os.kill(os.getpid(), signal.SIGSTOP)
                 elif what == "garbage":

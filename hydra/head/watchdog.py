@@ -1,9 +1,9 @@
 """Decides from an engine's signs of life that it will not go on by itself.
 
 A child may be dead silent (stopped, deadlocked), busy with one step for ever (it waits for a peer that says nothing:
-the stock client has no time-out), or merely slow. A long step alone is no proof: it makes us look at the peers first,
-and a link that was cut and came back needs no restart at all, because TCP carries on where it was.
-Knows nothing of processes or frames; it is told what was heard.
+the stock client has no time-out), idle with a peer that was started anew, or merely slow. A long step alone is no
+proof: it makes us look at the peers first, and a link that was cut and came back needs no restart at all, because TCP
+carries on where it was. Knows nothing of processes or frames; it is told what was heard.
 """
 
 from __future__ import annotations
@@ -68,17 +68,21 @@ class Watchdog:
             quiet, stuck = now - pulse.heard_at, now - pulse.moved_at
             if quiet > self.patience.heartbeat_s * (6 if pulse.loading else 1):
                 return f"gave no sign of life for {quiet:.1f} s"
-            if not (pulse.busy or pulse.loading) or stuck < self.patience.suspect_s:
-                self._bad_since.clear()
-                continue
+            waits = (pulse.busy or pulse.loading) and stuck >= self.patience.suspect_s
             doing = "a stretch of loading" if pulse.loading else f"step {pulse.step}"
-            if stuck > self.patience.step_deadline_s:
+            if waits and stuck > self.patience.step_deadline_s:
                 return f"stalled: {doing} takes {stuck:.1f} s"
-            if now - looked_at >= min(1.0, self.patience.silence_s / 4):
+            if not waits and (pulse.busy or pulse.loading):
+                self._bad_since.clear()  # it moves: whatever the peers were, they are there
+                continue
+            # An idle engine would find out with the next request; it is restarted now, so that this one need not wait.
+            if now - looked_at >= (min(1.0, self.patience.silence_s / 4) if waits else self.patience.probe_s):
                 looked_at = now
                 words = self._judge(await self._look())
                 if words:
-                    return f"stalled: {doing} waits for {words}"
+                    return (
+                        f"stalled: {doing} waits for {words}" if waits else f"was idle and lost its connection: {words}"
+                    )
 
     def _judge(self, reports: list[PeerReport]) -> str:
         now = time.monotonic()
