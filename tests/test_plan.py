@@ -10,6 +10,7 @@ import pytest
 from hydra import cli, config
 from hydra.bench import synthetic
 from hydra.commands import plan as command
+from hydra.doctor import fit
 from hydra.errors import ModelError
 from hydra.plan import cards, graph, report, speed, split
 from hydra.plan.gguf import BY_NAME, read_header, row_bytes
@@ -227,7 +228,8 @@ def test_draft_context_is_counted():
 
 def test_a_card_needs_more_than_llama_cpp_says():
     gpu, cpu = (node_bytes(dense(8), REFERENCE, Place("p", False, is_gpu), (0, 8)) for is_gpu in (True, False))
-    assert gpu.reserve > cpu.reserve and gpu.buffers == cpu.buffers
+    assert gpu.reserve > cpu.reserve
+    assert gpu.compute > cpu.compute, "flash attention makes f16 of a quantised cache there"
     head = node_bytes(dense(8), REFERENCE, Place("h", True, True), (0, 8))
     assert head.host > dense(8).embed_bytes, "token embeddings stay in the head's own memory"
 
@@ -237,10 +239,11 @@ def test_a_card_needs_more_than_llama_cpp_says():
 
 def test_step_time_is_bytes_over_bandwidth():
     model, counts = dense(64), {"mini": 24, "tower": 40}
-    found = speed.predict(model, REFERENCE, RIG, counts, depth=0, link_s=0.0, wire_bytes_s=1e12)
+    found = speed.predict(model, REFERENCE, RIG, counts, depth=0, link_s=0.002, wire_bytes_s=1e15)
     assert found is not None
     mini = found.nodes["mini"]
     assert mini.read_bytes == 24 * (300 << 20) and mini.memory_s == pytest.approx(mini.read_bytes / 300e9)
+    assert mini.wire_s == pytest.approx(speed.PEER_S + 0.002, rel=1e-3) and found.nodes["tower"].wire_s == 0
     assert found.step_s == pytest.approx(sum(node.total_s for node in found.nodes.values()))
     deep = speed.predict(model, REFERENCE, RIG, counts, depth=65536)
     assert deep is not None and deep.tokens_per_s < found.tokens_per_s, "a full cache has to be read as well"
@@ -351,15 +354,15 @@ def test_a_running_peer_is_asked(tmp_path, folder):
     with listener() as running:
         file = toml(tmp_path, folder, port=running.port, memory=0.0)
         cfg = config.load(file)
-        asked = command.place_of(cfg.node("mini"), "", offline=False)
-        silent = command.place_of(cfg.node("mini"), "", offline=True)
+        asked = fit.place_of(cfg.node("mini"), "", offline=False)
+        silent = fit.place_of(cfg.node("mini"), "", offline=True)
     assert asked.memory_bytes > GIB // 4 and not asked.gpu and asked.bandwidth_bytes_s == 20e9
     assert silent.memory_bytes == 0
 
 
 def test_refusal_names_the_node_and_a_way_out(tmp_path, folder):
     cfg = config.load(toml(tmp_path, folder, ctx=262144, memory=0.9))
-    plan = command.plan_for(cfg, "", offline=True)
+    plan = fit.plan_for(cfg, "", offline=True)
     error = command.refusal(plan)
     assert "too little" in error.message and "--force" in error.hint and "Try " in error.hint
 

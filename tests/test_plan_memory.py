@@ -11,8 +11,9 @@ from hydra.bench import synthetic
 from hydra.head import loading
 from hydra.head.spec import DraftSpec, Endpoint, EngineSpec
 from hydra.peer.launch import start_peer
+from hydra.plan import graph, speed
 from hydra.plan.gguf import Header, read_header
-from hydra.plan.memory import Place, Setting, node_bytes
+from hydra.plan.memory import Place, Setting, node_bytes, step_of
 from hydra.plan.shape import Shape, shape_of
 
 PLAIN = Setting(draft=False)
@@ -131,3 +132,78 @@ def test_a_larger_model(case, folder, peer):
 ], ids=str)
 def test_the_embedded_model(case, folder, peer):
     compare(case, path_of(case, folder), peer)
+
+
+# ---- as measured on a card -------------------------------------------------------------------------------------------
+
+# One NVIDIA H200 (ggml 0.25.3, CUDA), a hydra peer on loopback and the head on the same card: layers on the peer, node,
+# then bytes of weights, caches and states, compute buffers (the head's own memory included), draft context, tok/s.
+MEASURED = [
+    ("dense", 6, "mini", 1_390_608_384, 201_326_592, 121_645_056, 0, 282.1),
+    ("dense", 6, "head", 2_888_122_368, 335_544_320, 146_823_328, 0, 282.1),
+    ("dense", 0, "head", 4_278_730_752, 536_870_912, 146_823_328, 0, 401.4),
+    ("hybrid", 6, "mini", 1_574_315_008, 136_675_328, 251_953_280, 0, 204.5),
+    ("hybrid", 6, "head", 3_994_874_880, 305_430_528, 306_776_384, 367_595_680, 204.5),
+    ("hybrid", 0, "head", 5_569_189_888, 442_105_856, 306_776_384, 367_595_680, 285.5),
+    ("gemma", 7, "mini", 702_191_616, 104_857_600, 95_963_136, 0, 317.3),
+    ("gemma", 7, "head", 1_459_970_048, 190_840_832, 124_819_616, 0, 317.3),
+]
+CARD_SHAPES = {
+    "dense": synthetic.Shape("dense", "llama", 16, 4096, 14336, 32, 8, 128, 65536, 32768, "q8_0"),
+    "hybrid": replace(synthetic.SHAPES["27b"], name="hybrid", n_layer=16, n_vocab=65536),
+    "gemma": synthetic.Shape("gemma", "gemma3", 18, 2560, 10240, 8, 4, 256, 65536, 32768, "q8_0", n_swa=1024),
+}
+CARD_SETTINGS = {"dense": Setting(8192, draft=False), "gemma": Setting(16384, draft=False),
+                 "hybrid": Setting(32768, type_k="q8_0", type_v="q8_0")}
+# What `hydra bench device` measured there for the type of the weights.
+CARD_BANDWIDTH = {"dense": 3130e9, "gemma": 3130e9, "hybrid": 2177e9}
+
+
+@pytest.fixture(scope="module")
+def card_shapes(tmp_path_factory):
+    """The shapes of those models, from files that are a header and a hole."""
+    import os
+
+    import gguf
+    import numpy as np
+
+    found = {}
+    for name, shape in CARD_SHAPES.items():
+        path = tmp_path_factory.mktemp("headers") / f"{name}.gguf"
+        writer = gguf.GGUFWriter(str(path), shape.arch)
+        synthetic._metadata(writer, shape, 0.7, False)
+        size = 0
+        for tensor in synthetic._plan(shape, False, 0.7, 1):
+            count = synthetic.n_bytes(tensor.shape, tensor.quant)
+            kind = gguf.GGMLQuantizationType[tensor.quant.upper()]
+            writer.add_tensor_info(tensor.name, tensor.shape, np.dtype(np.float32), count, raw_dtype=kind)
+            size += count + -count % 32
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        writer.close()
+        os.truncate(path, path.stat().st_size + size + 64)
+        found[name] = shape_of(read_header(path))
+    return found
+
+
+@pytest.mark.parametrize(("name", "on_peer", "node", "weights", "context", "compute", "draft", "tps"), MEASURED)
+def test_as_measured_on_a_card(card_shapes, name, on_peer, node, weights, context, compute, draft, tps):
+    shape, setting, is_head = card_shapes[name], CARD_SETTINGS[name], node == "head"
+    span = (on_peer, shape.n_layer) if is_head else (0, on_peer)
+    found = node_bytes(shape, setting, Place(node, is_head, True), span)
+    host = graph.input_bytes(shape, step_of(shape, setting)) if is_head else 0
+    assert found.weights + (shape.embed_bytes if is_head else 0) == pytest.approx(weights, rel=0.001)
+    assert found.kv + found.state == pytest.approx(context, rel=0.001)
+    assert found.compute + host == pytest.approx(compute, rel=0.01)
+    if draft:  # its mask and hidden rows lie in the head's own memory
+        assert found.draft == pytest.approx(draft - 2 * 32768 * 512 - 4 * 5120 * 512, rel=0.01)
+
+
+@pytest.mark.parametrize(("name", "on_peer", "tps"), sorted({(row[0], row[1], row[-1]) for row in MEASURED}))
+def test_decode_as_measured_on_a_card(card_shapes, name, on_peer, tps):
+    shape, setting = card_shapes[name], replace(CARD_SETTINGS[name], draft=False)
+    places = [Place("mini", False, True, 0, CARD_BANDWIDTH[name]), Place("head", True, True, 0, CARD_BANDWIDTH[name])]
+    found = speed.predict(shape, setting, places, {"mini": on_peer, "head": shape.n_layer - on_peer}, depth=356,
+                          link_s=0.15e-3, wire_bytes_s=2.9e9)  # the link as the doctor measured it there
+    assert found is not None and found.tokens_per_s == pytest.approx(tps, rel=0.15)

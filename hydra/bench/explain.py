@@ -153,7 +153,7 @@ def split(work: Work, inner: dict[str, Any], wire_s: float, floor_s: float, head
     assert predicted is not None  # both bandwidths were given
     clocks = peer_s > 0
     if work.peer and not clocks:  # head at its limit, and the rest is the peer's
-        head_limit = predicted.nodes["head"].total_s if head_bandwidth else 0.0
+        head_limit = predicted.nodes["head"].work_s if head_bandwidth else 0.0
         peer_s = max(0.0, step_s - python_s - wire_s - head_limit)
     head_s = max(0.0, step_s - python_s - peer_s - wire_s)
 
@@ -161,7 +161,7 @@ def split(work: Work, inner: dict[str, Any], wire_s: float, floor_s: float, head
         if not bandwidth:
             return 0.0, "its bandwidth is not known"
         found = predicted.nodes[node]
-        return found.total_s, f"{found.read_bytes / 1e6:.0f} MB at {bandwidth / 1e9:.1f} GB/s"
+        return found.work_s, f"{found.read_bytes / 1e6:.0f} MB at {bandwidth / 1e9:.1f} GB/s"
 
     parts = [Part("head", head_s, *limit("head", head_bandwidth))]
     if work.peer:

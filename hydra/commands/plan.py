@@ -1,7 +1,7 @@
 """`hydra plan`: will it fit, where, and how fast: before anything is loaded.
 
-Finds out what the nodes have (hydra.toml, else the box itself and its peers), leaves the arithmetic to hydra/plan, and
-draws. `hydra up` asks `plan_for` first.
+What the nodes have is found out by hydra/doctor/fit.py, the arithmetic is hydra/plan's; this draws. `hydra up` asks
+first, and refuses with the same words.
 """
 
 from __future__ import annotations
@@ -10,14 +10,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from .. import config, console, nodes
-from ..config import Config, NodeConfig
+from ..doctor.fit import plan_for
 from ..errors import ConfigError, HydraError
-from ..plan import cards, report
-from ..plan.gguf import read_header
-from ..plan.memory import GIB, Place, Setting
-from ..plan.shape import Shape, shape_of
-
-ASK_S = 2.0
+from ..plan import report
+from ..plan.memory import GIB
 
 
 def run(file: str | None, node: str | None, overrides: Mapping[str, Any], *, offline: bool, acceptance: float,
@@ -42,72 +38,6 @@ def run(file: str | None, node: str | None, overrides: Mapping[str, Any], *, off
         for line in verdict_lines(plan):
             console.result(line)
     return 0 if plan.fits else 1
-
-
-def plan_for(cfg: Config, here: str, *, offline: bool = False, acceptance: float = 0.7) -> report.Plan:
-    """The plan of a configuration. here: the node that this box is, empty = none. offline: ask no peer.
-
-    Raises: ModelError (the file), ConfigError (the split).
-    """
-    shape = shape_of(read_header(cfg.model.path))
-    places = [place_of(node, here, offline) for node in (*cfg.peers, cfg.head_node)]
-    return report.make(shape, setting_of(cfg), places, counts_of(cfg, shape), acceptance=acceptance)
-
-
-def setting_of(cfg: Config) -> Setting:
-    """What of hydra.toml costs memory."""
-    m = cfg.model
-    # auto = where the device can, and every device that hydra is meant for can.
-    return Setting(m.ctx_size, m.batch_size, m.ubatch_size, m.cache_type_k, m.cache_type_v, m.flash_attn != "off",
-                   m.parallel, cfg.mtp.enabled, cfg.mtp.draft_n_max)
-
-
-def counts_of(cfg: Config, shape: Shape) -> dict[str, int] | None:
-    """The split that hydra.toml gives; None where it leaves it to `auto` on every node, or on two or more."""
-    if sum(node.layers == "auto" for node in cfg.nodes) > 1 or all(node.layers == "auto" for node in cfg.nodes):
-        return None
-    split = config.check_split(cfg, shape.n_layer, shape.n_nextn)
-    return {node.name: split[node.name] for node in (*cfg.peers, cfg.head_node)}
-
-
-def place_of(node: NodeConfig, here: str, offline: bool) -> Place:
-    """A node as planning sees it: from hydra.toml first, then from what the box or the peer itself says."""
-    live = (_local() if node.name == here else {} if node.role == "head" or offline else _peer(node)) or {}
-    name = node.gpu or str(live.get("name", ""))
-    card = cards.find(name)
-    device = node.device.upper()
-    gpu = device not in ("AUTO", "CPU") or (device == "AUTO" and bool(node.gpu or live.get("gpu")))
-    memory = int(node.memory_gib * GIB)
-    if live.get("total") and bool(live.get("gpu")) == gpu:
-        memory = min(memory, live["total"]) if memory else live["free"]
-    elif not memory and gpu and card:
-        memory = int(card[0] * GIB)
-    bandwidth = node.bandwidth_gbs * 1e9 or (card[1] * 1e9 * cards.EFFICIENCY if card and gpu else 0.0)
-    return Place(node.name, node.role == "head", gpu, memory, bandwidth)
-
-
-def _local() -> dict[str, Any]:
-    """This box's first card, or its memory."""
-    from ..api.hardware import local_devices
-
-    first = local_devices()[0]
-    gpu = first["name"] != "CPU"
-    return {"name": first["name"], "gpu": gpu, "total": first["memory_total"],
-            "free": first["memory_total"] - first["memory_used"]}
-
-
-def _peer(node: NodeConfig) -> dict[str, Any]:
-    """What a running hydra peer says of its first device; empty where it cannot be asked."""
-    from ..doctor.ask import Target, get
-
-    try:
-        devices = get(Target(node.name, node.host, node.port), "/health", ASK_S).body.get("devices") or []
-        first = devices[0]
-        free, total = first["memory"]
-    except (HydraError, LookupError, TypeError, ValueError):
-        return {}
-    return {"name": first.get("description", ""), "gpu": first.get("kind") in ("gpu", "igpu"), "free": int(free),
-            "total": int(total)}
 
 
 # ---- in words ------------------------------------------------------------------------------------------------------
@@ -175,5 +105,3 @@ def refusal(plan: report.Plan) -> HydraError:
 def _gib(size: int) -> str:
     return f"{size / GIB:.2f}"
 
-
-__all__ = ["place_of", "plan_for", "refusal", "run", "setting_of"]

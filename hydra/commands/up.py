@@ -40,10 +40,11 @@ def _plan(cfg: config.Config, here: str, *, force: bool) -> dict[str, Any]:
 
     Raises: ModelError, with the table on stderr, when it cannot fit and is not forced.
     """
+    from ..doctor import fit
     from . import plan as planning
 
     try:
-        plan = planning.plan_for(cfg, here)
+        plan = fit.plan_for(cfg, here)
     except ModelError as error:  # the loader has the last word on a file
         log.warning("Not planned: %s", error.message)
         return {}

@@ -12,11 +12,13 @@ from dataclasses import dataclass
 
 from hydra import config, nodes
 from hydra.config import Config, NodeConfig
-from hydra.doctor import gpu, inside, link, network, own, peers, system
+from hydra.doctor import fit, gpu, inside, link, network, own, peers, system
 from hydra.doctor.ask import Target
 from hydra.doctor.finding import Finding, fail, ok, skip, warn
 from hydra.errors import ConfigError, HydraError, ModelError
 from hydra.model_file import ModelFile, read_model_file
+from hydra.plan.gguf import read_header
+from hydra.plan.shape import shape_of
 
 
 @dataclass
@@ -123,6 +125,9 @@ def _model(patient: Patient, cfg: Config) -> Iterator[Finding]:
                  f"({words}), {model.n_nextn} MTP block{'' if model.n_nextn == 1 else 's'}")
     except ConfigError as exc:
         yield fail("config", "model", exc.message, exc.hint)
+        return
+    if patient.node is not None:
+        yield from fit.check(cfg, patient.node.name)
 
 
 def _tls(cfg: Config, node: NodeConfig | None) -> ssl.SSLContext | None:
@@ -146,10 +151,14 @@ def _question(patient: Patient) -> inside.Question:
     cfg, node = patient.cfg, patient.node
     if cfg is None:
         return inside.Question()
+    head_dims: tuple[int, ...] = (128,)
+    if patient.model is not None:
+        shape = shape_of(read_header(cfg.model.path))
+        head_dims = tuple(sorted({shape.head_k, *((shape.head_k_swa,) if shape.windowed else ())}))
     return inside.Question(
         device=node.device if node else "auto", gpu=node.gpu if node else "",
         memory_gib=node.memory_gib if node else 0.0, type_k=cfg.model.cache_type_k, type_v=cfg.model.cache_type_v,
-        flash_attn=cfg.model.flash_attn)
+        flash_attn=cfg.model.flash_attn, head_dims=head_dims)
 
 
 def _wants_gpu(patient: Patient) -> bool:

@@ -56,6 +56,27 @@ def load_nvml() -> Any:
     return pynvml
 
 
+def first_card(nvml: Any = None) -> tuple[str, int, int] | None:
+    """(name, free, total bytes) of the first card by the driver; None where there is none, or no bindings."""
+    nvml = nvml or load_nvml()
+    if nvml is None:
+        return None
+    try:
+        nvml.nvmlInit()
+    except nvml.NVMLError:
+        return None
+    try:
+        if not nvml.nvmlDeviceGetCount():
+            return None
+        handle = nvml.nvmlDeviceGetHandleByIndex(0)
+        memory = nvml.nvmlDeviceGetMemoryInfo(handle)
+        return _text(nvml.nvmlDeviceGetName(handle)), int(memory.free), int(memory.total)
+    except nvml.NVMLError:
+        return None
+    finally:
+        nvml.nvmlShutdown()
+
+
 def check(ggml: list[Seen], *, wants_gpu: bool, nvml: Any = None,
           env: Mapping[str, str] | None = None) -> Iterator[Finding]:
     """All findings about cards. nvml: the bindings (for tests); env: os.environ unless given."""

@@ -131,6 +131,7 @@ class Step:
     """What a step is: tokens computed at once, rows of output, sequences, cells of the caches, how it attends.
 
     quantised_k, quantised_v: the caches are rotated. n_rs: snapshots of a recurrent state besides the newest.
+    convert_k, convert_v: flash attention on a card makes f16 of that cache first, in its own result's memory.
     """
 
     tokens: int
@@ -142,6 +143,8 @@ class Step:
     quantised_k: bool = False
     quantised_v: bool = False
     n_rs: int = 0
+    convert_k: bool = False
+    convert_v: bool = False
 
 
 def step_bytes(shape: Shape, layers: tuple[Layer, ...], step: Step, *, first: bool, last: bool, shares_inputs: bool,
@@ -157,10 +160,11 @@ def step_bytes(shape: Shape, layers: tuple[Layer, ...], step: Step, *, first: bo
 
 
 def input_bytes(shape: Shape, step: Step) -> int:
-    """What the head's host memory holds of a step where the head computes on a card: embeddings, masks, rotations."""
+    """What the head's own memory holds of a step where the head computes on a card: embeddings and masks."""
     graph = Graph()
     builder = _Builder(shape, step)
     builder.graph = graph
+    graph.input(F32 * shape.n_embd * step.tokens)
     builder.masks(shape.layers, given=True)
     tokens = graph.op(F32 * shape.n_embd * step.tokens)
     graph.store(tokens, *(t for t in builder.masks_by_window.values()))
@@ -295,7 +299,9 @@ class _Builder:
         g.store(v, *(self.indices[w] for w in self.indices if w == bool(layer.window)))
         mask = self.masks_by_window[bool(layer.window)]
         if step.flash:
-            out = g.op(wide_o, q, mask)
+            cells = step.cells_window if layer.window else step.cells
+            room = F16 * cells * layer.n_head_kv * (head_k * step.convert_k + head_v * step.convert_v)
+            out = g.op(wide_o + room, q, mask)
         else:
             cells = step.cells_window if layer.window else step.cells
             scores = g.op(F32 * cells * layer.n_head * t, q)

@@ -1,7 +1,7 @@
 """Bytes that each node needs for a model: weights, caches, states, compute buffers, the draft context.
 
 Pure arithmetic over a Shape; follows hydra/head/loading.py in how contexts are made. What is allocated outside of
-llama.cpp's own buffers (the driver's context, cuBLAS, the conversion of a quantised cache for prefill) is in `reserve`.
+llama.cpp's own buffers (the driver's context, cuBLAS, captured graphs) is in `reserve`.
 
 Source: src/llama-kv-cache.cpp, llama-kv-cache-iswa.cpp, llama-memory-recurrent.cpp, llama-context.cpp (sched_reserve)
 of the pinned llama.cpp.
@@ -17,7 +17,7 @@ from hydra.plan.gguf import row_bytes
 from hydra.plan.shape import Layer, Shape
 
 MIB, GIB = 1 << 20, 1 << 30
-GPU_RESERVE_BYTES = 512 * MIB
+GPU_RESERVE_BYTES = 640 * MIB  # seen on an H200: 560 MiB for the driver's context, up to 160 MiB more once it serves
 CPU_RESERVE_BYTES = 256 * MIB
 _QUANTISED = ("q8_0", "q5_0", "q5_1", "q4_0", "q4_1", "iq4_nl")
 
@@ -83,15 +83,15 @@ class Place:
     gpu: bool
     memory_bytes: int = 0
     bandwidth_bytes_s: float = 0.0
-    op_s: float = 4e-6
+    op_s: float = 3e-6
 
 
 def _pad(value: int, step: int) -> int:
     return -(-value // step) * step
 
 
-def step_of(shape: Shape, setting: Setting) -> graph.Step:
-    """The largest step that llama.cpp reserves buffers for."""
+def step_of(shape: Shape, setting: Setting, gpu: bool = False) -> graph.Step:
+    """The largest step that llama.cpp reserves buffers for. gpu: on a card."""
     drafts = setting.drafts(shape)
     cells = setting.context(shape)
     outputs = setting.parallel * (1 + setting.n_max if drafts else 1)
@@ -104,7 +104,10 @@ def step_of(shape: Shape, setting: Setting) -> graph.Step:
         # A refused draft is taken back, which a window that has moved on does not allow: the cache is then full size.
         cells_window=cells if drafts and window else cells_window, flash=setting.flash,
         quantised_k=_rotated(setting.type_k, shape.head_k), quantised_v=_rotated(setting.type_v, shape.head_v),
-        n_rs=setting.n_max if drafts and shape.recurrent else 0)
+        n_rs=setting.n_max if drafts and shape.recurrent else 0,
+        # ggml_cuda_flash_attn_ext_get_alloc_size of ggml-cuda/fattn.cu
+        convert_k=gpu and setting.flash and setting.type_k != "f16",
+        convert_v=gpu and setting.flash and setting.type_v != "f16")
 
 
 def _rotated(kind: str, head: int) -> bool:
@@ -141,18 +144,13 @@ def ranges(counts: Mapping[str, int]) -> dict[str, tuple[int, int]]:
 
 def node_bytes(shape: Shape, setting: Setting, place: Place, span: tuple[int, int]) -> NodeBytes:
     """What one node needs for the layers from span[0] up to span[1]."""
-    step = step_of(shape, setting)
+    step = step_of(shape, setting, place.gpu)
     layers = shape.layers[span[0]:span[1]]
     drafts = setting.drafts(shape)
     weights = sum(layer.weights for layer in layers)
     kv, state = cache_bytes(shape, layers, setting, step), state_bytes(shape, layers, setting, step)
     kept = state // (1 + step.n_rs)
-    reserve = CPU_RESERVE_BYTES
-    if place.gpu:
-        wide = max((shape.head_k + shape.head_v) * layer.n_head_kv for layer in layers) if layers else 0
-        quantised = setting.type_k in _QUANTISED or setting.type_v in _QUANTISED
-        # Flash attention for many tokens reads f16: one layer's cache at a time is converted.
-        reserve = GPU_RESERVE_BYTES + (2 * wide * step.cells if quantised else 0)
+    reserve = GPU_RESERVE_BYTES if place.gpu else CPU_RESERVE_BYTES
     if not place.is_head:
         compute = graph.step_bytes(shape, layers, step, first=False, last=False, shares_inputs=False) if layers else 0
         return NodeBytes(weights, kv, state, kept, compute, reserve=reserve)
