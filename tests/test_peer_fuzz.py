@@ -8,15 +8,22 @@ from __future__ import annotations
 
 import contextlib
 import secrets
+import struct
 from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from hydra.peer import rules
 from hydra.peer.launch import PeerProcess, start_peer
-from tests.hostile import fuzz
+from hydra.peer.ops import IS_VIEW_OP, op_name
+from hydra.rpc import wire
+from hydra.rpc.wire import Command
+from tests.hostile import craft, fuzz
+from tests.hostile.tables import parse_graph, table
 from tests.peer_tools import get_json
 
 T = TypeVar("T")
@@ -92,12 +99,51 @@ def test_no_session_that_hypothesis_finds_restarts_the_worker(peer: PeerProcess,
     assert restarts(peer) == before
 
 
+@pytest.mark.timeout(240)
+def test_a_graph_writes_only_where_its_results_lie(peer: PeerProcess) -> None:
+    """A buffer full of one byte, a graph (in order, or bent and let through), and nothing but its results changed."""
+    size, filling = 1 << 20, 0x5A
+    passed = bent_passed = 0
+    for number in range(160):
+        source = fuzz.Random(77, number)
+        tally = fuzz.Tally()
+        w = fuzz.Wire(peer.host, peer.port, tally)
+        try:
+            w.call(Command.HELLO, bytes(wire.CAPS_SIZE))
+            ptr = struct.unpack("<QQ", w.call(Command.ALLOC_BUFFER, wire.ALLOC_BUFFER.pack(0, size)))[0]
+            base = struct.unpack("<Q", w.call(Command.BUFFER_GET_BASE, struct.pack("<Q", ptr)))[0]
+            w.send(Command.BUFFER_CLEAR, wire.BUFFER_CLEAR.pack(ptr, filling))
+            bend = number % 2 == 1
+            payload, sketch = fuzz.make_graph(source, fuzz.Place(ptr, base, size), bend)
+            allowed = np.zeros(size, np.bool_)
+            for row, data in sketch.writes:
+                w.send(Command.SET_TENSOR, row.tobytes() + wire.SET_TENSOR_TAIL.pack(0, 0) + data)
+                at = int(row["data"][0]) - base
+                allowed[at : at + len(data)] = True
+            w.send(Command.GRAPH_COMPUTE, payload)
+            whole = craft.tensor(1, "i8", (size,), 0, c=craft.Context(ptr, base, 0, 0))
+            answer = w.call(Command.GET_TENSOR, whole.tobytes() + wire.OFFSET_SIZE.pack(0, size))
+        except ConnectionError:
+            assert bend, f"graph {number}, which is in order, was refused"
+            continue
+        finally:
+            w.close()
+        t = table(*parse_graph(payload), {ptr: (base, size)})
+        rules.check_tensors(t)
+        assert t.layout is not None
+        for node in t.nodes[~IS_VIEW_OP[t.op[t.nodes]]].tolist():
+            at = int(t.data[node])
+            allowed[at : at + int(t.layout.extent[node])] = True
+        changed = np.frombuffer(answer, np.uint8) != filling
+        outside = np.flatnonzero(changed & ~allowed)
+        assert not len(outside), f"graph {number} wrote at {outside[:8]}"
+        passed += 1
+        bent_passed += bend
+    assert passed >= 80 and bent_passed >= 3
+
+
 def test_the_generators_make_graphs_that_are_in_order() -> None:
     """Without this the fuzzer could knock at the door for ever: its unbent graphs must pass the rules."""
-    from hydra.peer import rules
-    from hydra.peer.ops import op_name
-    from tests.hostile.tables import parse_graph, table
-
     seen = set()
     for number in range(150):
         place = fuzz.Place(1, 1 << 40, 1 << 20)

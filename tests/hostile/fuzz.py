@@ -118,8 +118,8 @@ class Place:
 class Sketch:
     """A graph under construction: rows by id, and the ids of its nodes."""
 
-    def __init__(self, source: Source, place: Place) -> None:
-        self.source, self.place = source, place
+    def __init__(self, source: Source, place: Place, lies: bool = False) -> None:
+        self.source, self.place, self.lies = source, place, lies
         self.rows: list[np.ndarray] = []
         self.nodes: list[int] = []
         self.writes: list[tuple[np.ndarray, bytes]] = []  # what leaves must hold, or (a lie) do hold
@@ -355,10 +355,9 @@ def _rows(s: Sketch) -> None:
     width, count, picked = 32 * s.source.integer(1, 2), s.source.integer(1, 9), s.source.integer(1, 5)
     wide = s.source.chance(40)
     ids = s.add("i64" if wide and s.source.chance(50) else "i32", (picked,))
-    values = [
-        s.source.integer(0, count - 1) if s.source.chance(97) else s.source.choice(_ODD) & 0x7FFFFFFF
-        for _ in range(picked)
-    ]
+    values = [s.source.integer(0, count - 1) for _ in range(picked)]
+    if s.lies and s.source.chance(50):
+        values[0] = s.source.choice(_ODD) & 0x7FFFFFFF
     s.writes.append((s.row(ids), np.array(values, "<i8" if s.type(ids) == "i64" else "<i4").tobytes()))
     if s.type(ids) == "i32" and s.source.chance(60):
         table = s.add(s.source.choice(("f32", "f16", "q8_0", "q4_0", "i32")), (width, count))
@@ -408,7 +407,7 @@ def bend_row(source: Source, row: np.ndarray, ids: Sequence[int]) -> None:
 def make_graph(source: Source, place: Place, bend: bool) -> tuple[bytes, Sketch]:
     """A GRAPH_COMPUTE payload of some operations, in order or (``bend``) with some lies; and where it came from."""
     place.used = 0
-    sketch = Sketch(source, place)
+    sketch = Sketch(source, place, bend)
     for _ in range(source.integer(1, 8)):
         source.choice(_PIECES)(sketch)
     rows = np.concatenate(sketch.rows)
