@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from hydra.errors import EngineError, ModelError, RequestError
-from hydra.head.engine import CHECKPOINT_TAIL, Engine
+from hydra.head.cells import CHECKPOINT_TAIL
+from hydra.head.engine import Engine
 from hydra.head.sampling import SamplingParams
 from hydra.head.spec import DraftSpec, EngineSpec
 from tests.engine_support import PROMPTS, Answer, answers_of, ask, drain, take, toy, toy_language, toy_spec
@@ -260,7 +261,7 @@ def test_a_recurrent_state_is_kept_for_another_ending(kind: str, slots: int) -> 
 
 @pytest.mark.parametrize("kind", ["none", "mtp"])
 def test_no_room_ends_one_request_and_not_the_engine(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Should llama.cpp refuse a batch for want of cells, the longest request fails and the others' answers are right."""
+    """Should llama.cpp refuse a batch for want of cells, the longest request fails; the others are answered rightly."""
     words = toy_language()
     with Engine(toy_spec(toy(), kind, parallel=3)) as engine:
         answers: dict[str, Answer] = {}

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 import pytest
 
 from hydra.bench.stock import StockServer
-from hydra.head.engine import CHECKPOINT_TAIL, Engine
+from hydra.head.cells import CHECKPOINT_TAIL
+from hydra.head.engine import Engine
 from hydra.head.spec import Endpoint
 from hydra.peer.launch import start_peer
 from tests.engine_support import PROMPTS, Answer, answers_of, ask, first_difference, toy, toy_spec

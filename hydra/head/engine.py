@@ -21,6 +21,7 @@ from typing import Any
 from hydra.errors import HydraError, RequestError
 
 from .adaptive import Acceptance, DraftLength
+from .cells import Cells
 from .llama import Batch, Context
 from .loading import Loaded, ProgressSink, load, n_threads, share
 from .sampling import Sampler, SamplingParams, logprobs
@@ -28,9 +29,6 @@ from .slots import Chunk, Done, DraftStats, Event, Failed, Request, Slot
 from .spec import EngineSpec
 
 MIN_PREFILL_TOKENS = 16
-# A recurrent state cannot be cut back, so it is kept once per prompt, some tokens before its end: the next turn often
-# has the same prompt with another ending (a chat template's opening of the answer, a text without its reasoning).
-CHECKPOINT_TAIL, CHECKPOINT_MIN = 16, 128
 
 
 class Engine:
@@ -63,8 +61,8 @@ class Engine:
         self.steps = 0
         self.python_s = 0.0
         self.decoded_steps = 0
-        if self.model.recurrent:
-            self._reserve_checkpoints()
+        self._cells = Cells(self._target, self._drafter, self.slots)
+        self._cells.reserve(self._batch)
 
     # -- what others ask ---------------------------------------------------------------------------------------------
 
@@ -158,15 +156,6 @@ class Engine:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _reserve_checkpoints(self) -> None:
-        """Keep one state for each slot now, so that the memory for it is taken before anything is served."""
-        for slot in self.slots:
-            self._batch.clear()
-            self._batch.add((0,), 0, slot.id, output="last")
-            self._target.decode(self._batch)
-            slot.kept = self._target.keep_state(slot.id)
-            self._target.remove(slot.id, -1)
-
     # -- one step ----------------------------------------------------------------------------------------------------
 
     def step(self) -> list[Event]:
@@ -216,21 +205,19 @@ class Engine:
                 return
             request = self._waiting[0]
             running = [s.request for s in self.slots if s.request is not None]
-            if running and sum(map(self._cells, running)) + self._cells(request) > self.n_ctx:
+            if running and sum(map(self._cells.wanted, running)) + self._cells.wanted(request) > self.n_ctx:
                 return  # the cells are running answers': wait for one to end
             self._waiting.popleft()
-            slot = self._best_slot(request, idle)
-            self._make_room(self._cells(request), slot)
+            slot = self._cells.best_slot(request, idle)
+            self._cells.make_room(self._cells.wanted(request), slot)
             try:
                 request.sampler = self._make_sampler(request)
             except RequestError as exc:
                 events.append(Failed(request.id, type(exc).__name__, exc.message, exc.hint))
                 continue
             request.admitted_at = time.perf_counter()
-            request.n_cached = self._reuse(slot, request.prompt)
-            at = len(request.prompt) - CHECKPOINT_TAIL
-            if self.model.recurrent and at - request.n_cached >= CHECKPOINT_MIN:
-                request.checkpoint_at = at
+            request.n_cached = self._cells.reuse(slot, request.prompt)
+            request.checkpoint_at = self._cells.checkpoint_at(request)
             slot.request = request
             slot.next_token = None
             self._acceptance[request.id] = self._overall.copy()
@@ -254,63 +241,6 @@ class Engine:
         """How many prompt tokens the penalties look back on."""
         return self.n_ctx if min(params.repeat_last_n, params.dry_penalty_last_n) < 0 else max(
             params.repeat_last_n, params.dry_penalty_last_n, 1)
-
-    def _cells(self, request: Request) -> int:
-        """Cells to be kept for a request: its prompt, and its answer as far as that is known or likely."""
-        answer = request.params.max_tokens
-        likely = self.n_ctx // (2 * len(self.slots)) if answer is None else answer
-        return len(request.prompt) + max(1, min(likely, self.n_ctx - len(request.prompt)))
-
-    def _make_room(self, needed: int, spared: Slot) -> None:
-        """Forget idle slots' tokens, those unused for longest first, until ``needed`` cells are free; not
-        ``spared``'s.
-        """
-        running = sum(max(len(s.tokens), self._cells(s.request)) for s in self.slots if s.request is not None)
-        idle = sorted((s for s in self.slots if s.request is None and s is not spared), key=lambda s: s.used_at)
-        for slot in idle:
-            if running + needed + sum(len(other.tokens) for other in idle) <= self.n_ctx:
-                return
-            self._forget(slot, 0)
-
-    def _best_slot(self, request: Request, idle: list[Slot]) -> Slot:
-        """The idle slot with most of the prompt in it, else the one unused for longest."""
-        return max(idle, key=lambda slot: (self._reusable(slot, request.prompt), -slot.used_at))
-
-    def _reusable(self, slot: Slot, prompt: list[int]) -> int:
-        """How many tokens of the prompt the slot can keep: all but its last at most, whose logits are needed."""
-        keep = min(slot.common_prefix(prompt), len(prompt) - 1)
-        if keep == len(slot.tokens):
-            return keep
-        if self.model.recurrent and len(slot.tokens) - keep > slot.rollback:
-            # The return code of a removal would say yes, with a state that is another's.
-            return slot.checkpoint if slot.checkpoint <= keep else 0
-        if self.model.n_swa and keep and self._target.pos_min(slot.id) > max(0, keep - self.model.n_swa):
-            return 0  # the window before this point is overwritten
-        return keep
-
-    def _reuse(self, slot: Slot, prompt: list[int]) -> int:
-        """Keep of the slot what the prompt begins with; forget the rest. Returns how many tokens were kept."""
-        keep = self._reusable(slot, prompt)
-        if keep == len(slot.tokens):
-            return keep
-        if keep and keep == slot.checkpoint and self.model.recurrent and len(slot.tokens) - keep > slot.rollback and (
-                not self._target.go_back(slot.id, slot.kept)):
-            keep = 0
-        return self._forget(slot, keep)
-
-    def _forget(self, slot: Slot, keep: int) -> int:
-        """Keep the slot's first ``keep`` tokens; returns how many were really kept."""
-        if keep and not self._target.remove(slot.id, keep):
-            keep = 0
-        if not keep:
-            self._target.remove(slot.id, -1)
-        if self._drafter is not None:
-            self._drafter.rewind(slot.id, keep)
-        del slot.tokens[keep:]
-        slot.rollback = 0
-        if keep < slot.checkpoint:
-            slot.checkpoint = 0
-        return keep
 
     # -- decoding ----------------------------------------------------------------------------------------------------
 
@@ -340,6 +270,7 @@ class Engine:
                   for slot in slots]
         if self._target.decode(batch) != 0:
             return self._no_room(slots, events)
+        self._cells.decoded()
         self._target.wait()
         verify_s = time.perf_counter() - started
         for slot, first, real in zip(slots, firsts, guessed, strict=True):
@@ -369,35 +300,14 @@ class Engine:
         """Those slots that can take one more token; the others end here, or shift."""
         kept: list[Slot] = []
         for slot in slots:
-            if self._used() + len(kept) + 1 > self.n_ctx and not self._free_idle():
-                if self.spec.context_shift and self._shift(slot):
+            if self._cells.used() + len(kept) + 1 > self.n_ctx and not self._cells.free_idle():
+                if self.spec.context_shift and self._cells.shift(slot):
                     kept.append(slot)
                 else:
                     self._end(slot, "length", events)
             else:
                 kept.append(slot)
         return kept
-
-    def _used(self) -> int:
-        return sum(len(slot.tokens) for slot in self.slots)
-
-    def _free_idle(self) -> bool:
-        idle = [slot for slot in self.slots if slot.request is None and slot.tokens]
-        if not idle:
-            return False
-        self._forget(min(idle, key=lambda slot: slot.used_at), 0)
-        return True
-
-    def _shift(self, slot: Slot) -> bool:
-        """Forget the older half of what follows the prompt's first quarter, and move the rest down."""
-        if self.model.recurrent or self._drafter is not None or not self._target.can_shift():
-            return False
-        keep = len(slot.tokens) // 4
-        drop = (len(slot.tokens) - keep) // 2
-        if not drop or not self._target.shift(slot.id, keep, drop, len(slot.tokens)):
-            return False
-        del slot.tokens[keep:keep + drop]
-        return True
 
     def _draft(self, slots: list[Slot], length: DraftLength) -> tuple[dict[int, list[int]], float]:
         """Guesses for each slot, and the seconds it took."""
@@ -410,7 +320,7 @@ class Engine:
             n = min(*fixed, self.spec.draft.n_max)
         else:
             n = length.choose([self._acceptance[request.id] for request in requests])
-        room = self.n_ctx - self._used() - len(slots)
+        room = self.n_ctx - self._cells.used() - len(slots)
         n = min(n, room // len(slots), max(self._wanted(slot) - 1 for slot in slots))
         if n <= 0:
             return none, 0.0
@@ -534,18 +444,15 @@ class Engine:
                 prompt = slot.request.prompt if slot.request is not None else []
                 self._drafter.filled(slot.id, piece, first, prompt[after] if after < len(prompt) else None)
             self._drafter.flush()
+        self._cells.decoded()
         self._target.wait()
         seconds = time.perf_counter() - started
         if batch.n >= MIN_PREFILL_TOKENS:
             self._prefill_s_per_token = seconds / batch.n
         for slot, piece, first, last in parts:
             slot.tokens.extend(piece)
-            slot.rollback = 0
             if slot.request is not None and len(slot.tokens) == slot.request.checkpoint_at:
-                slot.kept = self._target.keep_state(slot.id)
-                slot.checkpoint = len(slot.tokens)
-                if self._drafter is not None:
-                    self._drafter.mark(slot.id, slot.checkpoint)
+                self._cells.keep(slot)
             if last:
                 self._first_token(slot, first + len(piece) - 1, events)
         return seconds
@@ -594,7 +501,7 @@ class Engine:
         if request is None:
             return
         events.append(Failed(request.id, type(exc).__name__, exc.message, exc.hint))
-        self._forget(slot, 0)
+        self._cells.forget(slot, 0)
         self._release(slot)
 
     def _release(self, slot: Slot) -> None:
