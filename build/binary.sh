@@ -55,7 +55,11 @@ fi
 version=$("$python" -c 'import hydra; print(hydra.__version__)')
 commit=$(git -C "$root" describe --always --dirty 2>/dev/null || echo unknown)
 cuda_list=""
-[[ $backend == cuda ]] && cuda_list=$HYDRA_CUDA_ARCHITECTURES
+if [[ $backend == cuda ]]; then
+    cuda_list=$HYDRA_CUDA_ARCHITECTURES
+    CUDA_HOME=$(dirname "$(dirname "$(readlink -f "$CUDACXX")")") # its runtime goes into the file
+    export CUDA_HOME
+fi
 cat >"$work/build-info.json" <<END
 {"variant": "$backend", "commit": "$commit", "cpu": "x86-64-v3", "cuda_architectures": "$cuda_list"}
 END

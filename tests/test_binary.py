@@ -35,7 +35,7 @@ def home(tmp_path_factory):
 
 @pytest.fixture
 def run(home, tmp_path):
-    """Runs the file with a home of its own, an own /tmp to look into, and neither Python nor a library path in sight."""
+    """Runs the file with a home of its own, a /tmp of its own, and no Python in sight."""
     scratch = tmp_path / "tmp"
     scratch.mkdir()
     env = {"HOME": str(home), "PATH": "/usr/bin:/bin", "TMPDIR": str(scratch), "LANG": "C.UTF-8"}
@@ -63,7 +63,8 @@ def test_every_command_is_inside(run):
     assert {"up", "peer", "chat", "doctor", "demo", "service", "bench", "plan"} <= set(names)
     for name in names:
         assert run(name, "--help").stdout.startswith("Usage: hydra"), name
-    assert run("init", "--model", "m.gguf", "--head", "127.0.0.1", "--peer", "192.0.2.7", "--role", "head").returncode == 0
+    wrote = run("init", "--model", "m.gguf", "--head", "127.0.0.1", "--peer", "192.0.2.7", "--role", "head")
+    assert wrote.returncode == 0, wrote.stderr  # it reads hydra.toml.example
 
 
 def test_each_library_is_there_and_loaded_once(run):

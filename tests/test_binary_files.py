@@ -247,3 +247,32 @@ def test_without_a_home_it_says_what_is_missing(box):
     assert (cache / "hydra" / "bin").is_dir()
     (box.folder / "taken").touch()
     assert "set XDG_CACHE_HOME" in box.run(file, XDG_CACHE_HOME=str(box.folder / "taken")).stderr
+
+
+def test_the_script_knows_two_kinds_and_refuses_others():
+    script = SCRIPT.with_name("binary.sh")
+    assert subprocess.run(["/bin/bash", "-n", str(script)]).returncode == 0
+    done = subprocess.run(["/bin/bash", str(script), "metal"], capture_output=True, text=True, timeout=30)
+    assert done.returncode == 1 and "usage: build/binary.sh [cpu|cuda]" in done.stderr
+
+
+@pytest.mark.parametrize(("kind", "more"), [
+    ("cpu", []),
+    ("cuda", ["-DGGML_CUDA=ON", "-DCMAKE_CUDA_ARCHITECTURES=86;120", "-DGGML_CUDA_NCCL=OFF"]),
+])
+def test_llama_cpp_is_built_for_other_boxes_than_this(kind, more, tmp_path):
+    """The options, from the script itself: up to where the build would begin, with an nvcc that only exists."""
+    nvcc = tmp_path / "nvcc"
+    nvcc.write_text("#!/bin/sh\necho 13.0\n")
+    nvcc.chmod(0o755)
+    text = SCRIPT.with_name("binary.sh").read_text()
+    begin, end = text.index("backend=${1"), text.index("work=")
+    lib = SCRIPT.with_name("lib.sh")
+    code = f'source "{lib}"\n{text[begin:end]}\nchoose_backend\nprintf "%s\\n" "${{cmake_args[@]}}"'
+    env = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "CUDACXX": str(nvcc)}
+    done = subprocess.run(["/bin/bash", "-c", code, "binary.sh", kind], env=env, capture_output=True, text=True,
+                          timeout=30)
+    options = done.stdout.split()
+    wanted = {"-DGGML_RPC=ON", "-DGGML_BACKEND_DL=ON", "-DGGML_NATIVE=OFF", "-DGGML_AVX2=ON", "-DGGML_FMA=ON", *more}
+    assert wanted <= set(options), done.stderr
+    assert ("-DGGML_CUDA=ON" in options) == (kind == "cuda")
