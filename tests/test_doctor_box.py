@@ -184,3 +184,22 @@ def test_an_ipv6_listener_is_read():
     except OSError as error:
         pytest.skip(f"no IPv6 here: {error}")
     assert entry.address == "::1"
+
+
+def test_api_port_taken_by_another_program(monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        entry = listening.Listening("127.0.0.1", port, 0, 4711, "nginx: master process")
+        monkeypatch.setattr(own, "listeners", lambda _port: [entry])
+        assert [f.status for f in own.api_port(port)] == ["fail"]
+        assert next(f.status for f in own.port(node(port))) == "fail"
+    monkeypatch.setattr(own, "listeners", lambda _port: [])
+    assert list(own.api_port(port)) == []
+
+
+def test_a_peer_that_listens_everywhere_without_being_told(monkeypatch):
+    entry = listening.Listening("0.0.0.0", 50052, 0, 4711, "python -m hydra up")
+    monkeypatch.setattr(own, "listeners", lambda _port: [entry])
+    monkeypatch.setattr(own, "overflows", lambda: (3, 4))
+    assert [f.status for f in own.port(node(50052))] == ["warn", "warn"]
+    assert [f.status for f in own.port(node(50052, bind="0.0.0.0"))] == ["ok", "warn"]

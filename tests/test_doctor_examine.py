@@ -9,7 +9,7 @@ import pytest
 
 from hydra import cli, config
 from hydra.bench.process import free_port
-from hydra.doctor import examine, inside, link, peers, system
+from hydra.doctor import ask, examine, fit, inside, link, peers, system
 from hydra.doctor.finding import GROUPS, fail, ok, summary, warn
 from tests.doctor_support import listener
 
@@ -109,3 +109,40 @@ def test_a_check_with_a_bug_is_a_finding(monkeypatch, tmp_path):
 def test_summary():
     assert summary([ok("gpu", "a", ""), warn("gpu", "b", "", "x"), fail("gpu", "c", "", "y"), fail("gpu", "d", "", "y")]
                    ) == "2 failures, 1 warning, 1 checks passed."
+
+
+# ---- does it fit? ----------------------------------------------------------------------------------------------------
+
+
+def fit_statuses(tmp_path, model, memory: float) -> dict[str, str]:
+    file = toml(tmp_path, 1, model)
+    overrides = {"nodes.mini.memory_gib": memory, "nodes.tower.memory_gib": 8.0}
+    return {f.check: f.status for f in fit.check(config.load(file, overrides=overrides), "")}
+
+
+def test_fit(tmp_path, model):
+    assert fit_statuses(tmp_path, model, 4.0) == {"memory fit": "ok"}
+    assert fit_statuses(tmp_path, model, 0.1) == {"memory fit: mini": "fail"}
+    assert fit_statuses(tmp_path, tmp_path / "none.gguf", 4.0) == {"memory fit": "skip"}
+
+
+# ---- TLS -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_peer_behind_tls(tmp_path):
+    from hydra import security
+
+    security.init_certs(tmp_path, ["tower", "mini"])
+    context = security.client_context(security.load_identity(tmp_path, "tower"))
+    with listener(name="mini", tls_dir=str(tmp_path)) as running:
+        seen = peers.look(ask.Target("mini", "127.0.0.1", running.port, context))
+        try:
+            assert seen.hydra and seen.client is not None, seen.findings
+            found = [*seen.findings, *link.check(seen.client, "mini", seen.connect_s), *peers.sockets(seen)]
+        finally:
+            seen.close()
+        plain = peers.look(ask.Target("mini", "127.0.0.1", running.port))
+        plain.close()
+    assert not [f for f in found if f.status == "fail"], found
+    refused = plain.findings[-1]
+    assert refused.status == "fail" and "security.tls" in refused.fix, "a client without TLS is not let in"

@@ -183,3 +183,9 @@ def test_what_ggml_saw_comes_from_its_findings():
            features={"ARCHS": "860,1200"}, total_bytes=12 * GIB),
         ok("system", "device CPU", "some CPU", name="CPU")])
     assert found == [gpu.Seen("CUDA0", "NVIDIA RTX 3060", (86, 120), 12 * GIB)]
+
+
+def test_the_first_card_for_the_plan():
+    assert gpu.first_card(FakeNvml(card())) == ("NVIDIA GeForce RTX 3060", 11 * GIB, 12 * GIB)
+    assert gpu.first_card(FakeNvml()) is None and gpu.first_card(FakeNvml(dead=True)) is None
+    assert gpu.first_card(FakeNvml({"Name": "a slice"})) is None, "one that does not tell its memory"

@@ -207,3 +207,108 @@ def test_decode_as_measured_on_a_card(card_shapes, name, on_peer, tps):
     found = speed.predict(shape, setting, places, {"mini": on_peer, "head": shape.n_layer - on_peer}, depth=356,
                           link_s=0.15e-3, wire_bytes_s=2.9e9)  # the link as the doctor measured it there
     assert found is not None and found.tokens_per_s == pytest.approx(tps, rel=0.15)
+
+
+# ---- other architectures: a header and a hole is enough for llama.cpp's own estimate ---------------------------------
+
+
+def sparse_model(path: Path, arch: str, meta: dict[str, int], tensors: dict[str, tuple[int, ...]]) -> Path:
+    """A model of q8_0 matrices and f32 vectors, all zero, that takes no room on the disk."""
+    import os
+
+    import gguf
+    import numpy as np
+
+    writer = gguf.GGUFWriter(str(path), arch)
+    for key, value in meta.items():
+        writer.add_uint32(f"{arch}.{key}", value)
+    writer.add_float32(f"{arch}.attention.layer_norm_rms_epsilon", 1e-6)
+    writer.add_float32(f"{arch}.rope.freq_base", 1e6)
+    synthetic._vocabulary(writer, replace(synthetic.SHAPES["toy-llama"], n_vocab=1024))
+    size = 0
+    for name, shape in tensors.items():
+        quant = "f32" if len(shape) == 1 or "gate_inp" in name else "q8_0"
+        count = synthetic.n_bytes(shape, quant)
+        writer.add_tensor_info(name, shape, np.dtype(np.float32), count,
+                               raw_dtype=gguf.GGMLQuantizationType[quant.upper()])
+        size += count + -count % 32
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    writer.close()
+    os.truncate(path, path.stat().st_size + size + 64)
+    return path
+
+
+def dense_tensors(n_layer: int, d: int, ff: int, heads: int, kv: int, head: int, *, qk_norm: bool = False,
+                  bias: bool = False, gate: bool = True) -> dict[str, tuple[int, ...]]:
+    found: dict[str, tuple[int, ...]] = {"token_embd.weight": (1024, d), "output_norm.weight": (d,),
+                                         "output.weight": (1024, d)}
+    for il in range(n_layer):
+        block: dict[str, tuple[int, ...]] = {
+            "attn_norm": (d,), "attn_q": (heads * head, d), "attn_k": (kv * head, d), "attn_v": (kv * head, d),
+            "attn_output": (d, heads * head), "ffn_norm": (d,), "ffn_up": (ff, d), "ffn_down": (d, ff)}
+        if gate:
+            block["ffn_gate"] = (ff, d)
+        if qk_norm:
+            block |= {"attn_q_norm": (head,), "attn_k_norm": (head,)}
+        found |= {f"blk.{il}.{name}.weight": shape for name, shape in block.items()}
+        if bias:
+            sizes = {"q": heads, "k": kv, "v": kv}
+            found |= {f"blk.{il}.attn_{name}.bias": (size * head,) for name, size in sizes.items()}
+    return found
+
+
+def expert_tensors(n_layer: int, d: int, ff: int, experts: int, heads: int, kv: int, head: int, *, shared: int = 0,
+                   qk_norm: bool = True, bias: bool = False) -> dict[str, tuple[int, ...]]:
+    found = dense_tensors(n_layer, d, ff, heads, kv, head, qk_norm=qk_norm, bias=bias)
+    for il in range(n_layer):
+        for name in ("ffn_up", "ffn_gate", "ffn_down"):
+            del found[f"blk.{il}.{name}.weight"]
+        found |= {f"blk.{il}.ffn_gate_inp.weight": (experts, d), f"blk.{il}.ffn_up_exps.weight": (experts, ff, d),
+                  f"blk.{il}.ffn_gate_exps.weight": (experts, ff, d),
+                  f"blk.{il}.ffn_down_exps.weight": (experts, d, ff)}
+        if shared:
+            found |= {f"blk.{il}.ffn_gate_inp_shexp.weight": (d,), f"blk.{il}.ffn_up_shexp.weight": (shared, d),
+                      f"blk.{il}.ffn_gate_shexp.weight": (shared, d), f"blk.{il}.ffn_down_shexp.weight": (d, shared)}
+    return found
+
+
+def numbers(n_layer: int, d: int, ff: int, heads: int, kv: int, head: int, **more: int) -> dict[str, int]:
+    return {"block_count": n_layer, "context_length": 32768, "embedding_length": d, "feed_forward_length": ff,
+            "attention.head_count": heads, "attention.head_count_kv": kv, "attention.key_length": head,
+            "attention.value_length": head, "rope.dimension_count": head, **more}
+
+
+OTHERS = {
+    "qwen3": ("qwen3", numbers(6, 1024, 3072, 16, 8, 128), dense_tensors(6, 1024, 3072, 16, 8, 128, qk_norm=True)),
+    "qwen2": ("qwen2", numbers(6, 1024, 2816, 16, 2, 64), dense_tensors(6, 1024, 2816, 16, 2, 64, bias=True)),
+    "qwen3moe": ("qwen3moe", numbers(4, 1024, 4096, 16, 4, 128, expert_count=16, expert_used_count=4,
+                                     expert_feed_forward_length=512),
+                 expert_tensors(4, 1024, 512, 16, 16, 4, 128)),
+    "qwen2moe": ("qwen2moe", numbers(4, 1024, 4096, 16, 16, 64, expert_count=16, expert_used_count=4,
+                                     expert_feed_forward_length=512, expert_shared_feed_forward_length=2048),
+                 expert_tensors(4, 1024, 512, 16, 16, 16, 64, shared=2048, qk_norm=False, bias=True)),
+}
+
+
+@pytest.mark.parametrize("setting", [PLAIN, replace(PLAIN, ctx_size=8192, type_k="q8_0", type_v="q8_0"),
+                                     replace(PLAIN, flash=False, ubatch_size=256)],
+                         ids=["f16", "q8_0", "no-fa"])
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_architectures(tmp_path, name, setting):
+    arch, meta, tensors = OTHERS[name]
+    path = sparse_model(tmp_path / "m.gguf", arch, meta, tensors)
+    s = setting
+    spec = EngineSpec(str(path), ctx_size=s.ctx_size, ubatch_size=s.ubatch_size, cache_type_k=s.type_k,
+                      cache_type_v=s.type_v, flash_attn="on" if s.flash else "off", threads=1, use_extra_bufts=False,
+                      draft=DraftSpec("none"))
+    place = loading.find_devices(spec, loading.read_shape(str(path)))
+    real = loading.estimate(spec, place).by_node["head"]
+    shape = shape_of(read_header(path))
+    found = node_bytes(shape, s, Place("head", True, False), (0, shape.n_layer))
+    assert found.weights == pytest.approx(real.model, rel=TOLERANCE)
+    assert found.kv == pytest.approx(real.context, rel=TOLERANCE)
+    assert found.compute == pytest.approx(real.compute, rel=COMPUTE_TOLERANCE)
+    total = found.weights + found.kv + found.compute
+    assert total == pytest.approx(real.model + real.context + real.compute, rel=TOLERANCE)

@@ -60,6 +60,9 @@ def examine(file: str | None, node: str | None, addresses: Iterable[str] = (),
     if patient.node is not None and patient.node.role == "peer":
         me = patient.node
         yield from _guard("sockets", f"port {me.port}", lambda: own.port(me))
+    elif patient.node is not None and patient.cfg is not None:
+        api = patient.cfg.head.api_port
+        yield from _guard("sockets", f"port {api} (API)", lambda: own.api_port(api))
     told: dict[str, list[str]] = {}
     for target in patient.targets:
         doing(f"peer {target.name} ({target.endpoint})")

@@ -25,6 +25,18 @@ def accepted_socket(make_ready: Callable[[socket.socket], None] = sockets.make_r
             return judge("accepted sockets of this box", sockets.read_options(accepted))
 
 
+def api_port(port: int) -> Iterator[Finding]:
+    """Who has the port of this head's API. Nothing where nobody listens."""
+    for item in listeners(port):
+        owner = f"process {item.pid} ({item.owner})" if item.pid else "a process of another user"
+        text = f"{item.address}:{item.port} is served by {owner}"
+        if item.pid and "hydra" not in item.owner:
+            yield fail("sockets", f"port {port} (API)", text, "Stop that program, or choose another [head] api_port.",
+                       pid=item.pid)
+        else:
+            yield ok("sockets", f"port {port} (API)", text, pid=item.pid)
+
+
 def port(node: NodeConfig) -> Iterator[Finding]:
     """The listener on the port of this box's own peer: where, whose, how full. Nothing where nobody listens."""
     found = listeners(node.port)

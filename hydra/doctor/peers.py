@@ -68,7 +68,8 @@ def look(target: Target, *, own: bool = False, digest: str = "") -> Seen:
         add(fail("protocol", name, f"HELLO: {exc.message}", exc.hint, trouble=exc.trouble))
     except HydraError as exc:
         full = answer.body.get("connections", 0) >= answer.body.get("max_connections", 1)
-        add((warn if full else fail)("protocol", name, f"HELLO: {exc.message}", exc.hint if not full else
+        plain = " With security.tls on there and off here it looks like this too." if target.tls is None else ""
+        add((warn if full else fail)("protocol", name, f"HELLO: {exc.message}", exc.hint + plain if not full else
                                      "All its connections are taken by heads: the compute checks have to wait."))
     else:
         seen.findings += _version(seen.client, name)

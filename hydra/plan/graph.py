@@ -248,12 +248,20 @@ class _Builder:
         mixed = g.op(row, mixed, inplace=True)  # a norm behind it in some architectures; else nothing
         joined = g.op(row, mixed, stream, inplace=True)
         rows = self.step.outputs if tail and not s.gated else self.step.tokens
-        out = self._experts(self._norm(joined), layer, rows) if s.n_expert and not layer.n_ff else \
-            self._feed_forward(self._norm(joined), layer.n_ff, rows)
+        after = self._norm(joined)
+        if layer.experts:
+            out = self._experts(after, layer, rows)
+            if layer.n_ff_shared:
+                out = g.op(row, out, self._feed_forward(after, layer.n_ff_shared, rows, True), inplace=True)
+        else:
+            out = self._feed_forward(after, layer.n_ff, rows, layer.gate)
         return g.op(row, out, joined, inplace=True)
 
-    def _feed_forward(self, normed: _Tensor, n_ff: int, rows: int) -> _Tensor:
+    def _feed_forward(self, normed: _Tensor, n_ff: int, rows: int, gated: bool) -> _Tensor:
         g = self.graph
+        if not gated:
+            up = g.op(F32 * n_ff * rows, normed)
+            return g.op(F32 * self.shape.n_embd * rows, g.op(up.size, up, inplace=True))
         gate = g.op(F32 * n_ff * rows, normed)
         up = g.op(F32 * n_ff * rows, normed)
         both = g.op(F32 * n_ff * rows, gate, up)

@@ -34,7 +34,9 @@ _OTHER_MEMORY = ("mamba", "mamba2", "jamba", "falcon-h1", "granitehybrid", "nemo
 class Layer:
     """One block. attends: has a KV cache; window: its sliding window in tokens, 0 = none; recurrent: keeps a state.
 
-    weights: bytes of its tensors; active_bytes: of those that one token reads (experts not chosen left out).
+    n_ff: width of its feed-forward part; gate: that has a gate; experts: it is a mixture of them; n_ff_shared: width of
+    the expert that is always asked, 0 = none. weights: bytes of its tensors; active_bytes: of those that one token
+    reads (experts not chosen left out).
     """
 
     index: int
@@ -47,6 +49,9 @@ class Layer:
     weights: int
     active_bytes: int
     mtp: bool = False
+    experts: bool = False
+    gate: bool = True
+    n_ff_shared: int = 0
 
 
 @dataclass(frozen=True)
@@ -136,7 +141,9 @@ def shape_of(header: Header) -> Shape:
         mine = by_block.get(il, [])
         layers.append(Layer(
             il, attends=not recurrent[il] and heads_kv[il] > 0 and not n_layer - shared_kv <= il < n_layer,
-            window=windows[il], recurrent=recurrent[il], n_head=heads[il], n_head_kv=heads_kv[il], n_ff=ff[il],
+            window=windows[il], recurrent=recurrent[il], n_head=heads[il], n_head_kv=heads_kv[il],
+            n_ff=_rows(mine, "ffn_up.weight") or ff[il], experts=any("_exps." in t.name for t in mine),
+            gate=any(".ffn_gate" in t.name for t in mine), n_ff_shared=_rows(mine, "ffn_up_shexp.weight"),
             weights=sum(t.n_bytes for t in mine), active_bytes=sum(_active(t, n_expert, n_used) for t in mine),
             mtp=il >= n_layer))
     inputs = ("token_embd", "position_embd", "token_types", "per_layer_token_embd")
@@ -203,6 +210,11 @@ def _windows(arch: str, get: Any, n_layer: int, n_all: int) -> list[int]:
         return il % every != 0 if dense_first else il % every < every - 1
 
     return [window if slides(il) else 0 for il in range(n_all)]
+
+
+def _rows(tensors: list[Tensor], name: str) -> int:
+    """Rows of the block's tensor of that name; 0 where it has none."""
+    return next((t.shape[1] for t in tensors if t.name.endswith(f".{name}") and len(t.shape) > 1), 0)
 
 
 def _active(tensor: Tensor, n_expert: int, n_used: int) -> int:
