@@ -230,6 +230,9 @@ def play(case: Case, target: Target) -> Result:
     if sock is not None:
         sock.close()
     ended = target.ended()
+    for _ in range(0 if served or ended else 30):  # a process that aborts takes a moment to be gone
+        time.sleep(0.1)
+        ended = ended or target.ended()
     if ended or not served:
         target.restart()
     return Result(case.name, case.kind, target.name, outcome, served, ended, time.monotonic() - started, note or why)
@@ -255,21 +258,24 @@ def markdown(results: list[Result]) -> str:
     """The table of docs/security.md: a row for each kind; the cases that a server did not survive are named."""
     kinds = list(dict.fromkeys(r.kind for r in results))
     peers = list(dict.fromkeys(r.peer for r in results))
-    lines = [
-        f"| kind | cases | {' | '.join(f'{p} ended or stopped serving' for p in peers)} |",
-        "|---" * (2 + len(peers)) + "|",
-    ]
+    heads = [f"{peer}: ended | {peer}: no longer served" for peer in peers]
+    lines = [f"| kind | cases | {' | '.join(heads)} |", "|---" * (2 + 2 * len(peers)) + "|"]
     for kind in [*kinds, "all"]:
         rows = [r for r in results if kind in (r.kind, "all")]
-        cells = [str(sum(not r.survived for r in rows if r.peer == p)) for p in peers]
+        cells = []
+        for peer in peers:
+            own = [r for r in rows if r.peer == peer]
+            cells += [str(sum(r.ended for r in own)), str(sum(not r.served and not r.ended for r in own))]
         lines.append(f"| {kind} | {len(rows) // len(peers)} | {' | '.join(cells)} |")
     for peer in peers:
-        lost = [
-            f"{r.case} ({'ended' if r.ended else 'stopped serving'})"
-            for r in results
-            if r.peer == peer and not r.survived
-        ]
-        lines += ["", f"{peer}: " + ("; ".join(lost) if lost else "none") + "."]
+        for what, lost in (
+            ("ended by", [r.case for r in results if r.peer == peer and r.ended]),
+            (
+                "served nobody during or after",
+                [r.case for r in results if r.peer == peer and not (r.served or r.ended)],
+            ),
+        ):
+            lines += ["", f"{peer} {what}: {'; '.join(lost) if lost else 'none'}."]
     return "\n".join(lines)
 
 
