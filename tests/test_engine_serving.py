@@ -279,3 +279,26 @@ def test_no_room_ends_one_request_and_not_the_engine(kind: str, monkeypatch: pyt
     for id, last in (("0", 97), ("2", 99)):
         assert answers[id].tokens == words.say(last, 40)
         assert answers[id].stats["drafted"] == 0 or answers[id].stats["acceptance_rate"] > 0.2
+
+
+@pytest.mark.parametrize("kind", ["none", "mtp", "lookup"])
+def test_everything_is_used_once_at_the_start_and_leaves_nothing(kind: str) -> None:
+    """The warm-up reads and drafts in every slot; the first answers are those of an engine that never did."""
+    with Engine(toy_spec(toy(exact=False), kind, parallel=2)) as engine:
+        assert [slot.tokens for slot in engine.slots] == [[], []]
+        assert all(slot.kept for slot in engine.slots)
+        assert engine.stats.drafted == 0
+        engine._cells.warm_up(engine._batch, 32)  # as on a GPU: a whole ubatch
+        answers = ask(engine, PROMPTS[:2], logprobs=1)
+    plain = answers_of(toy_spec(toy(exact=False)), PROMPTS[:2], logprobs=1)
+    assert [a.tokens for a in answers] == [p.tokens for p in plain]
+
+
+def test_a_model_whose_logits_are_no_numbers_is_refused_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    import numpy as np
+
+    from hydra.head.llama import Context
+
+    monkeypatch.setattr(Context, "logits", lambda self, _index: np.full(512, np.nan, np.float32))
+    with pytest.raises(EngineError, match="not finite"):
+        Engine(toy_spec(toy("toy-llama")))

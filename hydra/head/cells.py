@@ -11,6 +11,10 @@ Source: src/llama-memory-recurrent.cpp and llama-memory-hybrid.cpp of the pinned
 
 from __future__ import annotations
 
+import math
+
+from hydra.errors import EngineError
+
 from .draft import Drafter
 from .llama import Batch, Context
 from .slots import Request, Slot
@@ -30,16 +34,31 @@ class Cells:
         self.slots = slots
         self.n_ctx = target.n_ctx
 
-    def reserve(self, batch: Batch) -> None:
-        """Keep one state for each slot now, so that the memory for it is taken before anything is served."""
-        if not self._model.recurrent:
-            return
+    def warm_up(self, batch: Batch, n_tokens: int) -> None:
+        """Use everything once: memory that is taken at first use, and what a device cannot do, show now and not at the
+        first prompt. ``n_tokens`` are read in the first slot; each slot's recurrent state is kept, so that there is
+        room for it.
+
+        Raises: EngineError when a context cannot decode, or the logits are no numbers.
+        """
         for slot in self.slots:
             batch.clear()
-            batch.add((0,), 0, slot.id, output="last")
-            self._target.decode(batch)
-            slot.kept = self._target.keep_state(slot.id)
-            self._target.remove(slot.id, -1)
+            tokens = [0] * (n_tokens if slot is self.slots[0] else 1)
+            batch.add(tokens, 0, slot.id, output="last")
+            if self._target.decode(batch) != 0:
+                raise EngineError(f"The target context has no room for {len(tokens)} tokens at the start.")
+            peak = float(self._target.logits(len(tokens) - 1).max())
+            if not math.isfinite(peak):
+                raise EngineError("The model's logits are not finite numbers.",
+                                  "A device, the link or the file may be at fault: see `hydra doctor`.")
+            slot.tokens = tokens
+            if self._drafter is not None:
+                self._drafter.filled(slot.id, tokens, 0, None)
+                self._drafter.flush()
+                self._drafter.draft([(slot.id, tokens, 0)], self._drafter.n_max)
+            if self._model.recurrent:
+                slot.kept = self._target.keep_state(slot.id)
+            self.forget(slot, 0)
 
     def checkpoint_at(self, request: Request) -> int:
         """The number of the prompt's tokens at which to keep the state, 0 for none."""

@@ -62,7 +62,11 @@ class Engine:
         self.python_s = 0.0
         self.decoded_steps = 0
         self._cells = Cells(self._target, self._drafter, self.slots)
-        self._cells.reserve(self._batch)
+        try:
+            self._cells.warm_up(self._batch, min(self._loaded.warm_up_tokens, self.n_ctx // 2))
+        except BaseException:
+            self._loaded.close()
+            raise
 
     # -- what others ask ---------------------------------------------------------------------------------------------
 

@@ -56,6 +56,7 @@ class Loaded:
     layers: dict[str, int]
     memory_use: dict[str, dict[str, int]]
     notes: list[str] = field(default_factory=list)
+    warm_up_tokens: int = 1
     owns_model: bool = True
 
     def close(self) -> None:
@@ -94,8 +95,10 @@ def load(spec: EngineSpec, progress: ProgressSink | None = None) -> Loaded:
         model.close()
         raise
     used = _account(contexts, place)
+    # A GPU takes work space at its first full ubatch; on a CPU that would only be a long wait.
+    warm_up_tokens = contexts.n_ubatch if place.devices[-1].kind != DEVICE_CPU else 1
     return Loaded(spec, model, contexts.target, _drafter(spec, contexts), layers,
-                  {node: use.to_dict() for node, use in used.by_node.items()}, contexts.notes)
+                  {node: use.to_dict() for node, use in used.by_node.items()}, contexts.notes, warm_up_tokens)
 
 
 def share(loaded: Loaded, spec: EngineSpec) -> Loaded:
