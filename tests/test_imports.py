@@ -21,7 +21,8 @@ LEVELS = [
     {"api", "doctor", "bench"},
     {"commands", "cli", "__main__"},
 ]
-SAME = {("bench", "doctor"), ("config", "keys"), ("nodes", "config"), ("commands", "cli"), ("cli", "commands"), ("__main__", "cli")}
+SAME = {("bench", "doctor"), ("config", "keys"), ("nodes", "config"), ("commands", "cli"), ("cli", "commands"),
+        ("__main__", "cli")}
 LEVEL = {unit: number for number, units in enumerate(LEVELS) for unit in units}
 
 

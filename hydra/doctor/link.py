@@ -1,13 +1,12 @@
 """What the wire to a peer does to a token: round trips in the pattern of a decode step, and bandwidth both ways.
 
 A step is many small sends and one reply (the computing between them is left out: it would only blur the wire). Where
-the peer's accepted socket lacks TCP_NODELAY and
-its reply leaves in two parts, Nagle's algorithm holds the second until our kernel's delayed acknowledgement, 40 ms
-later on Linux (up to 200 ms elsewhere): that signature is looked for, against the bare round trip of the network.
+the peer's accepted socket lacks TCP_NODELAY and its reply leaves in two parts, Nagle's algorithm holds the second until
+our kernel's delayed acknowledgement, 40 ms later on Linux (up to 200 ms elsewhere): that signature is looked for,
+against the bare round trip of the network.
 
 Knows ggml-RPC through hydra.doctor.kernels and nothing of who is at the other end.
-Rules: RFC 896, RFC 1122 4.2.3.2; TCP_DELACK_MIN in Linux' include/net/tcp.h; ../shared/docs/mission.md, kept in
-docs/doctor.md, for the figures.
+Rules: RFC 896, RFC 1122 4.2.3.2; TCP_DELACK_MIN in Linux' include/net/tcp.h; docs/doctor.md for the figures.
 """
 
 from __future__ import annotations

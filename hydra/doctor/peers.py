@@ -2,8 +2,8 @@
 
 Asks a running peer over its own port: a hydra peer tells by HTTP, a stock server only by HELLO. A peer that is down,
 hung, firewalled, refusing or unknown by name gives five different findings (hydra.doctor.ask tells them apart).
-Rules from ../shared/docs/protocol.md as kept in docs/doctor.md; the option that matters most is TCP_NODELAY on the
-accepted connection: without it decode was nine times slower, and nothing said why.
+The option that matters most is TCP_NODELAY on the accepted connection: without it decode was nine times slower, and
+nothing said why (docs/doctor.md).
 """
 
 from __future__ import annotations
