@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -27,9 +28,10 @@ from hydra.peer.ratelog import RateLimitedLog
 from hydra.peer.settings import PeerSettings
 from hydra.rpc import messages, wire
 from hydra.rpc.client import Client
+from hydra.rpc.connection import pack_request
 from hydra.rpc.wire import Command
 from hydra.security import client_context, connect, init_certs, load_identity
-from tests.peer_tools import Vectors, get_json
+from tests.peer_tools import NODE, OP_ADD, Vectors, get_json
 
 
 def wait_for(condition: Callable[[], object], timeout_s: float = 20.0) -> None:
@@ -225,33 +227,84 @@ def figures(pid: int) -> tuple[int, int, int]:
     return process.memory_info().rss, process.num_fds(), process.num_threads()
 
 
-def vanish(port: int, cut: int, how: str) -> None:
-    """A session that allocates and computes, then ends in one of three ways in the middle of a message."""
+def unfinished(vectors: Vectors) -> dict[str, bytes]:
+    """A whole message of each command, by name."""
+    tensor, other = vectors.row(0).tobytes(), vectors.row(1).tobytes()
+    quantised = messages.tensor_bytes(id=1, type=8, ne=(64, 2, 1, 1), nb=(34, 68, 136, 136))
+    placed = messages.tensor_bytes(
+        id=1, type=8, ne=(64, 2, 1, 1), nb=(34, 68, 136, 136), buffer=vectors.handle, data=vectors.base
+    )
+    rows = np.concatenate([vectors.row(0), vectors.op(1, OP_ADD, 0, 0)])
+    requests: list[Any] = [
+        messages.AllocBuffer(0, 1 << 20),
+        *(messages.DeviceRequest(c) for c in (Command.GET_ALIGNMENT, Command.GET_MAX_SIZE, Command.GET_DEVICE_MEMORY)),
+        messages.BufferRequest(Command.BUFFER_GET_BASE, vectors.handle),
+        messages.BufferRequest(Command.FREE_BUFFER, vectors.handle),
+        messages.BufferClear(vectors.handle, 1),
+        messages.SetTensor(tensor, 0, bytes(vectors.bytes)),
+        messages.SetTensorHash(tensor, 0, 1),
+        messages.GetTensor(tensor, 0, vectors.bytes),
+        messages.CopyTensor(tensor, other),
+        messages.GraphCompute(0, [1 + NODE], rows),
+        messages.DeviceRequest(Command.GRAPH_RECOMPUTE),
+        messages.InitTensor(placed),
+        messages.GetAllocSize(0, quantised),
+        messages.MemsetTensor(tensor, 0, 8, 1),
+    ]
+    return {r.command.name: pack_request(r.command, r.pack()) for r in requests} | {
+        "DEVICE_COUNT": pack_request(Command.DEVICE_COUNT)
+    }
+
+
+def vanish(port: int, number: int) -> str:
+    """A session that allocates and computes, then ends in one of three ways in the middle of a command: its name."""
+    how = ("close", "reset", "kill")[number % 3]
+    if how == "kill":
+        child = os.fork()
+        if child == 0:  # holds the connection until it is killed; nothing of the test's own may run on in here
+            with contextlib.suppress(BaseException):
+                held = Client("127.0.0.1", port)
+                leave_unfinished(held, number)
+                time.sleep(60)
+            os._exit(1)
+        wait_for(lambda: any(c["buffer_bytes"] for c in get_json(port, "/stats")["connections"]))
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        return how
     connection = Client("127.0.0.1", port)
-    vectors = Vectors(connection, n=1 << 16)
-    vectors.set(0, np.ones(vectors.n))
-    vectors.add(1, 0, 0)
-    body = messages.SetTensor(vectors.row(0).tobytes(), 0, bytes(vectors.bytes)).pack()
-    connection.socket.sendall((bytes([Command.SET_TENSOR]) + wire.SIZE.pack(len(body)) + body)[:cut])
+    name = leave_unfinished(connection, number)
     if how == "reset":
         connection.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     connection.close()
+    return name
 
 
+def leave_unfinished(connection: Client, number: int) -> str:
+    vectors = Vectors(connection, n=1 << 16)
+    vectors.set(0, np.ones(vectors.n))
+    vectors.add(1, 0, 0)
+    name, message = list(unfinished(vectors).items())[number % 17]
+    cut = (1, 8, 9, len(message) // 2, len(message) - 1)[number % 5]
+    connection.socket.sendall(message[:cut])
+    return name
+
+
+@pytest.mark.timeout(300)
 def test_200_vanished_heads_leave_nothing_behind() -> None:
     with start_peer(device="CPU", threads=1) as process:
-        cuts = [0, 1, 8, 9, 100, 313, 400, 100_000]
+        commands = set()
 
-        def rounds(count: int) -> None:
-            for number in range(count):
-                vanish(process.port, cuts[number % len(cuts)], ("close", "reset")[number % 2])
+        def rounds(first: int, count: int) -> None:
+            for number in range(first, first + count):
+                commands.add(vanish(process.port, number))
             wait_for(lambda: not get_json(process.port, "/stats")["connections"])
             time.sleep(0.2)
 
-        rounds(40)
+        rounds(0, 51)
         listener_before, worker_before = figures(process.pid), figures(process.worker_pid)
-        rounds(200)
+        rounds(51, 200)
         listener_after, worker_after = figures(process.pid), figures(process.worker_pid)
+        assert commands == {c.name for c in Command} - {"HELLO"} | {"kill"}
         assert get_json(process.port, "/health")["restarts"] == 0
         for before, after in ((listener_before, listener_after), (worker_before, worker_after)):
             assert after[0] - before[0] < 8 << 20, "memory"
