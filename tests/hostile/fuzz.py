@@ -368,8 +368,141 @@ def _rows(s: Sketch) -> None:
         s.add(type_, (width, count), "SET_ROWS", (rows, ids, target), view_of=target)
 
 
+def _state_space(s: Sketch) -> None:
+    kind = s.source.choice(("scan", "wkv6", "wkv7", "gla"))
+    tokens, seqs, heads = s.source.integer(1, 4), s.source.integer(1, 2), s.source.integer(1, 2)
+    if kind == "scan":
+        state, dim, keep = 16 * s.source.integer(1, 2), s.source.integer(1, 5), s.source.integer(1, 3)
+        ids = s.add("i32", (seqs,))
+        s.writes.append((s.row(ids), np.arange(seqs, dtype="<i4").tobytes()))
+        scalar = keep > 1 or s.source.chance(50)
+        src = [
+            s.add("f32", (state, dim, heads, seqs)), s.add("f32", (dim, heads, tokens, seqs)), s.add("f32", (heads, tokens, seqs)),
+            s.add("f32", (1 if scalar else state, heads)), s.add("f32", (state, 1, tokens, seqs)), s.add("f32", (state, 1, tokens, seqs)), ids,
+        ]  # fmt: skip
+        s.add("f32", (dim * heads * tokens * seqs + keep * state * dim * heads * seqs,), "SSM_SCAN", src, (keep,))
+        return
+    size, tokens = 64, tokens * seqs
+    count = {"wkv6": 3, "wkv7": 6, "gla": 4}[kind]
+    src = [s.add("f32", (size, heads, tokens)) for _ in range(count)]
+    if kind == "wkv6":
+        src += [s.add("f32", (size, heads)), s.add("f32", (size, heads, tokens))]
+    src.append(s.add("f32", (size * size * heads, seqs)))
+    op = {"wkv6": "RWKV_WKV6", "wkv7": "RWKV_WKV7", "gla": "GATED_LINEAR_ATTN"}[kind]
+    s.add("f32", (size * heads, tokens + size * seqs), op, src, (0.5,) if kind == "gla" else ())
+
+
+def _squares(s: Sketch) -> None:
+    n, k = s.source.integer(1, 12), s.source.integer(1, 5)
+    kind = s.source.choice(("TRI", "DIAG", "SOLVE_TRI", "ARGMAX", "ARANGE", "SET", "ADD_ID", "GROUP_NORM"))
+    a = s.add("f32", (n, n))
+    if kind == "TRI":
+        s.add("f32", (n, n), kind, (a,), (s.source.integer(0, 3),))
+    elif kind == "DIAG":
+        s.add("f32", (n, n), kind, (s.add("f32", (n,)),))
+    elif kind == "SOLVE_TRI":
+        s.add("f32", (k, n), kind, (a, s.add("f32", (k, n))))
+    elif kind == "ARGMAX":
+        s.add("i32", (n,), kind, (a,))
+    elif kind == "ARANGE":
+        s.add("f32", (n,), kind, (), (0.0, float(n), 1.0))
+    elif kind == "SET":
+        rows = s.source.integer(1, n)
+        s.add("f32", (n, n), kind, (a, s.add("f32", (n, rows))), (4 * n, 4 * n * n, 4 * n * n, 4 * n * (n - rows), 0))
+    elif kind == "ADD_ID":
+        ids = s.add("i32", (2, k))
+        s.writes.append((s.row(ids), np.arange(2 * k, dtype="<i4").clip(0, n - 1).tobytes()))
+        s.add("f32", (n, 2, k), kind, (s.add("f32", (n, 2, k)), a, ids))
+    else:
+        b = s.add("f32", (n, k, 4))
+        s.add("f32", (n, k, 4), kind, (b,), (s.source.integer(1, 4), 1e-5))
+
+
+def _images(s: Sketch) -> None:
+    width, height, channels = s.source.integer(4, 12), s.source.integer(4, 12), s.source.integer(1, 3)
+    a = s.add("f32", (width, height, channels))
+    kind = s.source.choice(
+        ("POOL_1D", "POOL_2D", "UPSCALE", "PAD_REFLECT_1D", "ROLL", "IM2COL", "CONV_2D", "CONV_2D_DW", "COL2IM_1D")
+    )
+    step, pad, size = s.source.integer(1, 3), s.source.integer(0, 1), s.source.integer(1, 3)
+    if kind == "POOL_1D":
+        s.add(
+            "f32",
+            ((width + 2 * pad - size) // step + 1, height, channels),
+            kind,
+            (a,),
+            (s.source.integer(0, 1), size, step, pad),
+        )
+    elif kind == "POOL_2D":
+        out = [(n + 2 * pad - size) // step + 1 for n in (width, height)]
+        s.add("f32", (*out, channels), kind, (a,), (s.source.integer(0, 1), size, size, step, step, pad, pad))
+    elif kind == "UPSCALE":
+        mode = s.source.choice((0, 1, 2, 256, 257, 258, 513))
+        s.add(
+            "f32",
+            (s.source.integer(1, 30), s.source.integer(1, 30), channels * s.source.integer(1, 2)),
+            kind,
+            (a,),
+            (mode,),
+        )
+    elif kind == "PAD_REFLECT_1D":
+        left, right = s.source.integer(0, width - 1), s.source.integer(0, width - 1)
+        s.add("f32", (width + left + right, height, channels), kind, (a,), (left, right))
+    elif kind == "ROLL":
+        s.add(
+            "f32",
+            (width, height, channels),
+            kind,
+            (a,),
+            [s.source.integer(0, n - 1) for n in (width, height, channels)],
+        )
+    elif kind == "COL2IM_1D":
+        crop = s.source.integer(0, 1)
+        length = (height - 1) * step + width - 2 * crop
+        if length > 0:
+            s.add("f32", (length, 2), kind, (s.add("f32", (width * 2, height)),), (step, 2, crop))
+    else:
+        out = [(n + 2 * pad - (size - 1) - 1) // step + 1 for n in (width, height)]
+        params = (step, step, pad, pad, 1, 1)
+        type_ = s.source.choice(("f32", "f16"))
+        if kind == "IM2COL":
+            kernel = s.add(type_, (size, size, channels, 2))
+            s.add(type_, (size * size * channels, *out), kind, (kernel, a), (*params, 1))
+        elif kind == "CONV_2D":
+            s.add("f32", (*out, 2), kind, (s.add(type_, (size, size, channels, 2)), a), params)
+        else:
+            s.add("f32", (*out, channels), kind, (s.add(type_, (size, size, 1, channels)), a), params)
+
+
+def _mixing(s: Sketch) -> None:
+    width, tokens, streams = s.source.integer(1, 20), s.source.integer(1, 4), 4
+    kind = s.source.choice(("DSV4_HC_COMB", "DSV4_HC_PRE", "DSV4_HC_POST", "LIGHTNING_INDEXER"))
+    if kind == "DSV4_HC_COMB":
+        src = [s.add("f32", (24, tokens)), s.add("f32", (3,)), s.add("f32", (24,))]
+        s.add("f32", (4, 4, tokens), kind, src, (1e-6, s.source.integer(1, 5)))
+    elif kind == "DSV4_HC_PRE":
+        gated = s.source.integer(0, 1)
+        weights = s.add("f32", (width, streams, tokens) if gated else (streams, tokens))
+        s.add("f32", (width, tokens), kind, (s.add("f32", (width, streams, tokens)), weights), (1.0, gated))
+    elif kind == "DSV4_HC_POST":
+        src = [s.add("f32", (width, tokens)), s.add("f32", (width, streams, tokens)), s.add("f32", (streams, tokens))]
+        if s.source.chance(60):
+            src.append(s.add("f32", (streams, streams, tokens)))
+        s.add("f32", (width, streams, tokens), kind, src)
+    else:
+        size, heads, kv = 32, s.source.integer(1, 3), s.source.integer(1, 20)
+        type_ = s.source.choice(("f32", "f16", "q8_0"))
+        src = [
+            s.add("f32", (size, heads, tokens)),
+            s.add(type_, (size, 1, kv)),
+            s.add("f32", (heads, tokens)),
+            s.add("f16", (kv, tokens)),
+        ]
+        s.add("f32", (kv, tokens), kind, src)
+
+
 _PIECES: tuple[Callable[[Sketch], None], ...] = (
-    _unary, _unary, _binary, _binary, _reduce, _glu, _mul_mat, _mul_mat_id, _rope, _attention, _views, _views, _copies, _recurrent, _rows, _rows,
+    _unary, _unary, _binary, _binary, _reduce, _glu, _mul_mat, _mul_mat_id, _rope, _attention, _views, _views, _copies, _recurrent, _rows, _rows, _state_space, _squares, _images, _mixing,
 )  # fmt: skip
 
 
