@@ -131,8 +131,11 @@ class Ggml:
                 setattr(self, name, function)
         self.base.ggml_init.argtypes = [InitParams]
         if not self.registry.ggml_backend_dev_count():
-            # Built with GGML_BACKEND_DL: the backends are plug-ins beside the library.
+            # Built with GGML_BACKEND_DL, as the one-file program is: the backends are plug-ins beside the library. One
+            # that does not load (CUDA's, without a driver) is passed over; ggml's log of the others is not our user's.
+            self.quiet()
             self.registry.ggml_backend_load_all_from_path(str(directory).encode())
+            self.base.ggml_log_set(None, None)
 
     def __getattr__(self, name: str) -> ctypes._CFuncPtr:  # type: ignore[name-defined]
         raise AttributeError(name)  # set in __init__; here for the type checker
