@@ -166,6 +166,8 @@ def test_equal_or_unknown_speed_shares_by_memory():
     places = [replace(place, bandwidth_bytes_s=0.0) for place in RIG]
     counts = split.best_split(dense(64, weights=200 << 20), Setting(8192), places)
     assert counts["tower"] > counts["mini"] > 15
+    one = [replace(places[0], memory_bytes=0), places[1]]
+    assert split.best_split(dense(64, weights=150 << 20), Setting(8192), one) == {"mini": 32, "tower": 32}
     unknown = [replace(place, memory_bytes=0) for place in places]
     assert split.best_split(dense(64), Setting(8192), unknown) == {"mini": 32, "tower": 32}
 
@@ -381,6 +383,14 @@ def test_up_refuses_what_cannot_fit(capsys, tmp_path, folder):
     code = cli.run(["up", "--config", file, "--node", "tower"])
     err = capsys.readouterr().err
     assert code == ModelError.exit_code and "too little" in err and "WEIGHTS" in err and "--force" in err
+
+
+def test_up_leaves_the_layers_to_the_engine_where_a_peer_says_nothing(tmp_path, folder, monkeypatch):
+    from hydra.commands import up
+
+    monkeypatch.setattr(up, "PEERS_S", 0.1)
+    cfg = config.load(toml(tmp_path, folder, peer_layers='"auto"'), overrides={"nodes.mini.memory_gib": 0.0})
+    assert up._plan(cfg, "tower", force=False) == {}
 
 
 def test_up_with_force_and_with_auto(tmp_path, folder):

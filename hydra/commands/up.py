@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,6 +12,7 @@ from ..errors import ModelError
 from .translate import peer_settings
 
 log = logging.getLogger("hydra.up")
+PEERS_S = 8.0  # for peers to say what memory they have, where the layers are to be decided
 
 
 def run(file: str | None, node: str | None, overrides: Mapping[str, Any], *, log_json: bool, debug: bool,
@@ -43,8 +45,14 @@ def _plan(cfg: config.Config, here: str, *, force: bool) -> dict[str, Any]:
     from ..doctor import fit
     from . import plan as planning
 
+    deadline = time.monotonic() + PEERS_S
     try:
-        plan = fit.plan_for(cfg, here)
+        while True:
+            plan = fit.plan_for(cfg, here)
+            unknown = [place.name for place in plan.places if not place.memory_bytes]
+            if not plan.chosen or not unknown or time.monotonic() >= deadline:
+                break
+            time.sleep(0.5)  # a peer that starts at the same time says in a moment what it has
     except ModelError as error:  # the loader has the last word on a file
         log.warning("Not planned: %s", error.message)
         return {}
@@ -55,6 +63,9 @@ def _plan(cfg: config.Config, here: str, *, force: bool) -> dict[str, Any]:
             raise refusal
         log.warning("%s Loading it all the same, because of --force.", refusal.message)
     if not plan.chosen:
+        return {}
+    if unknown:
+        log.info("Layers: by free memory, once %s is there.", " and ".join(unknown))
         return {}
     log.info("Layers: %s (hydra plan).", ", ".join(f"{count} on {name}" for name, count in plan.counts.items()))
     return {f"nodes.{name}.layers": count for name, count in plan.counts.items()}

@@ -66,9 +66,11 @@ def _room(shape: Shape, setting: Setting, place: Place) -> float:
 
 
 def _by_memory(shape: Shape, setting: Setting, places: Sequence[Place]) -> dict[str, int]:
-    rooms = {place.name: _room(shape, setting, place) if place.memory_bytes else 1.0 for place in places}
-    if all(not place.memory_bytes for place in places) or not any(rooms.values()):
-        rooms = {place.name: 1.0 for place in places}
+    rooms = {place.name: _room(shape, setting, place) for place in places if place.memory_bytes}
+    usual = sum(rooms.values()) / len(rooms) if any(rooms.values()) else 1.0
+    rooms = {place.name: rooms.get(place.name, usual) for place in places}
+    if not any(rooms.values()):
+        rooms = dict.fromkeys(rooms, 1.0)
     total = sum(rooms.values())
     exact = {name: shape.n_layer * room / total for name, room in rooms.items()}
     counts = {name: int(value) for name, value in exact.items()}
