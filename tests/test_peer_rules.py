@@ -291,6 +291,18 @@ def test_the_size_of_an_operation_is_asked_only_with_sources_that_fit() -> None:
     check_alloc_query(query(craft.tensor(1, "q4_0", (64, 4))))
 
 
+def test_a_graph_stays_on_its_device() -> None:
+    far = leaf(2)
+    far["buffer"], far["data"] = 2, 0x900000
+    t = graph([3], leaf(1), far, leaf(3, op="ADD", src=(1, 2)))
+    verdict(t)
+    rules.check_devices(t, np.array([True, True]))
+    with pytest.raises(ProtocolError, match="its buffer 1 is another device's"):
+        rules.check_devices(t, np.array([True, False]))
+    t = graph([3], leaf(1), far, leaf(3, op="SQR", src=(1,)))  # described, but not used
+    rules.check_devices(t, np.array([True, False]))
+
+
 def test_a_topology_is_paid_for_once_and_every_change_is_seen() -> None:
     memo = TopologyMemo(limit=2)
     t = fixtures.load(fixtures.names()[0]).table()

@@ -299,6 +299,20 @@ def check_alloc_query(t: TensorTable) -> None:
         op_rules.check(op_rules.Batch(t, layout, int(ops[0]), t.nodes[:1], np.zeros(1, np.int64)))
 
 
+def check_devices(t: TensorTable, own: Mask) -> None:
+    """That what a graph reads and writes lies in buffers of its own device: own bool[nbuf].
+
+    A tensor that is only described (another split's) may lie elsewhere. Raises: ProtocolError.
+    Source: ggml-rpc.cpp ggml_backend_rpc_device_supports_buft, which holds the stock client to it.
+    """
+    computing = t.nodes[~IS_VIEW_OP[t.op[t.nodes]]]
+    sources = t.src[computing]
+    used = np.zeros(len(t), np.bool_)
+    used[computing] = True
+    used[sources[sources >= 0]] = True
+    _refuse(t, ~used | (t.buf < 0) | own[t.buf], "its buffer {} is another device's", t.buf)
+
+
 def may_exceed(t: TensorTable, layout: Layout) -> Ints:
     """Rows that a GPU may use more memory for than their extent: i64[m].
 

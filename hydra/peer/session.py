@@ -263,11 +263,19 @@ class Session(Transfers):
             if arena.changed is None or len(arena.changed):
                 assert arena.layout is not None  # _validate has set it
                 table = arena.table(self.handles)
+                if len(self.backends) > 1:
+                    rules.check_devices(table, self._own_buffers(backend))
                 arena.indices = indices.plan(table, arena.layout, self._beyond(backend, arena, table, arena.layout))
         except HydraError:
             store.last = None
             raise
         self._launch(backend, arena)
+
+    def _own_buffers(self, backend: Backend) -> np.ndarray:
+        own = np.zeros(self.handles.count, dtype=bool)
+        for handle, (buffer, _) in self.handles.buffers.items():
+            own[handle - self.handles.first] = buffer.backend is backend
+        return own
 
     def _beyond(self, backend: Backend, arena: Arena, table: rules.TensorTable, layout: rules.Layout) -> dict[int, int]:
         """Bytes that the device uses for a tensor, by row, where that is more than the tensor.
