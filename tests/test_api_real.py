@@ -12,6 +12,7 @@ import httpx
 import openai
 import pydantic
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from hydra.embedded import embedded_model
 from hydra.head.spec import Endpoint, EngineSpec
@@ -40,7 +41,13 @@ def head(peer: Peer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Head]
         threads=1,
         use_extra_bufts=False,
     )
-    patience: dict[str, Any] = {"step_deadline_s": 60.0, "silence_s": 10.0, "suspect_s": 3.0, "probe_timeout_s": 2.0}
+    patience: dict[str, Any] = {
+        "step_deadline_s": 60.0,
+        "silence_s": 10.0,
+        "suspect_s": 3.0,
+        "probe_timeout_s": 2.0,
+        "probe_s": 0.5,
+    }
     with running_head(
         tmp_path_factory.mktemp("real"), spec=spec, peers=[peer.target], real=True, **patience
     ) as running:
@@ -117,6 +124,22 @@ def test_embeddings_tell_texts_apart(client: openai.OpenAI) -> None:
         return sum(x * y for x, y in zip(one, other, strict=True))
 
     assert alike(cat, couch) > alike(cat, rates)
+
+
+def test_the_peer_in_metrics_and_status(head: Head, client: openai.OpenAI) -> None:
+    client.completions.create(model="x", prompt="One two three", max_tokens=4)
+    head.until(lambda: bool((head.supervisor.peers.rows()[0].get("stats") or {}).get("commands")))
+    families = {
+        family.name: family
+        for family in text_string_to_metric_families(httpx.get(f"{head.url}/metrics", timeout=10).text)
+    }
+    assert families["hydra_peer_up"].samples[0].value == 1
+    assert 0 < families["hydra_peer_round_trip_seconds"].samples[0].value < 10
+    moved = {sample.labels["direction"]: sample.value for sample in families["hydra_peer_bytes"].samples}
+    assert moved["to_peer"] > 1 << 20 and moved["from_peer"] > 0
+    mine, peer = httpx.get(f"{head.url}/hydra/status", timeout=10).json()["nodes"]
+    assert (mine["layers"], peer["layers"]) == (12, 6) and peer["state"] == "up" and peer["name"] == "mini"
+    assert peer["memory_total"] > peer["memory_used"] >= 0 and peer["device"] and peer["uptime_s"] > 0
 
 
 def test_too_long_a_prompt_is_said(client: openai.OpenAI) -> None:
