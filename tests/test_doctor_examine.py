@@ -98,6 +98,16 @@ def test_a_peer_named_on_the_command_line(capsys, tmp_path, monkeypatch):
         list(examine.examine(None, None, ["nonsense"]))
 
 
+def test_the_report_for_people(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert cli.run(["doctor", "--peer", f"127.0.0.1:{free_port()}"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    (at,) = [n for n, line in enumerate(lines) if "refuses the connection" in line]
+    assert lines[at].split()[0] == "fail" and "→ Start `hydra up`" in lines[at + 1]
+    assert lines[-1].startswith("1 failure") and "peer" in lines and lines.index("library") < lines.index("peer")
+
+
 def test_a_check_with_a_bug_is_a_finding(monkeypatch, tmp_path):
     monkeypatch.setattr(inside, "run", lambda question: 1 / 0)
     monkeypatch.setattr(peers, "look", lambda *_, **__: 1 / 0)

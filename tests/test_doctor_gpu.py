@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from hydra.doctor import gpu
+from hydra.config import NodeConfig
+from hydra.doctor import fit, gpu
 from hydra.doctor.finding import Finding, ok
 from tests.doctor_support import of, one
 
@@ -185,7 +186,21 @@ def test_what_ggml_saw_comes_from_its_findings():
     assert found == [gpu.Seen("CUDA0", "NVIDIA RTX 3060", (86, 120), 12 * GIB)]
 
 
-def test_the_first_card_for_the_plan():
-    assert gpu.first_card(FakeNvml(card())) == ("NVIDIA GeForce RTX 3060", 11 * GIB, 12 * GIB)
-    assert gpu.first_card(FakeNvml()) is None and gpu.first_card(FakeNvml(dead=True)) is None
-    assert gpu.first_card(FakeNvml({"Name": "a slice"})) is None, "one that does not tell its memory"
+def test_cards_for_the_plan(monkeypatch):
+    one, other = card(), card(Name="NVIDIA H200", MemoryInfo=SimpleNamespace(total=140 * GIB, free=139 * GIB))
+    assert gpu.visible_cards(FakeNvml(one), {}) == [("NVIDIA GeForce RTX 3060", 11 * GIB, 12 * GIB)]
+    assert [c[0] for c in gpu.visible_cards(FakeNvml(one, other), {"CUDA_VISIBLE_DEVICES": "1,7"})] == ["NVIDIA H200"]
+    assert gpu.visible_cards(FakeNvml(), {}) == [] == gpu.visible_cards(FakeNvml(dead=True), {})
+    assert gpu.visible_cards(FakeNvml({"Name": "a slice"}), {}) == [], "one that does not tell its memory"
+
+    monkeypatch.setattr(gpu, "load_nvml", lambda: FakeNvml(one, other))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+    def place(role: str, device: str, **fields: Any) -> Any:
+        node = NodeConfig(name="n", role=role, host="192.0.2.1", device=device, **fields)
+        return fit.place_of(node, "n", offline=True)
+
+    assert place("head", "auto").memory_bytes == 150 * GIB, "a head uses all its cards"
+    assert place("peer", "auto").memory_bytes == 11 * GIB and place("peer", "CUDA1").memory_bytes == 139 * GIB
+    assert place("peer", "CUDA0", memory_gib=8.0).memory_bytes == 8 * GIB
+    assert not place("peer", "CPU").gpu

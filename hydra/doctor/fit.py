@@ -6,6 +6,7 @@ is hydra/plan's. Used by `hydra plan`, `hydra up` and the doctor.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -51,7 +52,7 @@ def counts_of(cfg: Config, shape: Shape) -> dict[str, int] | None:
 
 def place_of(node: NodeConfig, here: str, offline: bool) -> Place:
     """A node as planning sees it: from hydra.toml first, then from what the box or the peer itself says."""
-    live = (_local() if node.name == here else {} if node.role == "head" or offline else _peer(node)) or {}
+    live = (_local(node) if node.name == here else {} if node.role == "head" or offline else _peer(node)) or {}
     name = node.gpu or str(live.get("name", ""))
     card = cards.find(name)
     device = node.device.upper()
@@ -65,15 +66,20 @@ def place_of(node: NodeConfig, here: str, offline: bool) -> Place:
     return Place(node.name, node.role == "head", gpu, memory, bandwidth, OP_S[gpu])
 
 
-def _local() -> dict[str, Any]:
-    """This box's first card, or its memory."""
+def _local(node: NodeConfig) -> dict[str, Any]:
+    """This box's card, or its memory. A head whose device is auto uses all its cards, a peer the first."""
     import psutil
 
-    from hydra.doctor.gpu import first_card
+    from hydra.doctor.gpu import visible_cards
 
-    card = first_card()
-    if card is not None:
-        return {"name": card[0], "gpu": True, "free": card[1], "total": card[2]}
+    cards_here = [] if node.device.upper() == "CPU" else visible_cards()
+    if match := re.fullmatch(r"CUDA(\d+)", node.device.upper()):
+        cards_here = cards_here[int(match[1]):int(match[1]) + 1]
+    elif node.role == "peer":
+        cards_here = cards_here[:1]
+    if cards_here:
+        return {"name": cards_here[0][0], "gpu": True, "free": sum(card[1] for card in cards_here),
+                "total": sum(card[2] for card in cards_here)}
     ram = psutil.virtual_memory()
     return {"name": "CPU", "gpu": False, "free": int(ram.available), "total": int(ram.total)}
 

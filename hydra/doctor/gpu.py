@@ -56,23 +56,30 @@ def load_nvml() -> Any:
     return pynvml
 
 
-def first_card(nvml: Any = None) -> tuple[str, int, int] | None:
-    """(name, free, total bytes) of the first card by the driver; None where there is none, or no bindings."""
+def visible_cards(nvml: Any = None, env: Mapping[str, str] | None = None) -> list[tuple[str, int, int]]:
+    """(name, free, total bytes) of each card that CUDA may use, by the driver; empty without one or without NVML."""
+    env = os.environ if env is None else env
     nvml = nvml or load_nvml()
     if nvml is None:
-        return None
+        return []
     try:
         nvml.nvmlInit()
     except nvml.NVMLError:
-        return None
+        return []
     try:
-        if not nvml.nvmlDeviceGetCount():
-            return None
-        handle = nvml.nvmlDeviceGetHandleByIndex(0)
-        memory = nvml.nvmlDeviceGetMemoryInfo(handle)
-        return _text(nvml.nvmlDeviceGetName(handle)), int(memory.free), int(memory.total)
+        indices = list(range(nvml.nvmlDeviceGetCount()))
+        visible = env.get("CUDA_VISIBLE_DEVICES")
+        if visible is not None:
+            wanted = [int(part) for part in visible.split(",") if part.strip().isdigit()]
+            indices = [index for index in wanted if index in indices]
+        found = []
+        for index in indices:
+            handle = nvml.nvmlDeviceGetHandleByIndex(index)
+            memory = nvml.nvmlDeviceGetMemoryInfo(handle)
+            found.append((_text(nvml.nvmlDeviceGetName(handle)), int(memory.free), int(memory.total)))
+        return found
     except nvml.NVMLError:
-        return None
+        return []
     finally:
         nvml.nvmlShutdown()
 
