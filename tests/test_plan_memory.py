@@ -159,6 +159,10 @@ CARD_SETTINGS = {"dense": Setting(8192, draft=False), "gemma": Setting(16384, dr
 CARD_BANDWIDTH = {"dense": 3130e9, "gemma": 3130e9, "hybrid": 2177e9}
 
 
+# Drafting three tokens each time, of which 0.2406 were right.
+MEASURED_MTP = [(0, 236.3), (6, 165.0)]
+
+
 @pytest.fixture(scope="module")
 def card_shapes(tmp_path_factory):
     """The shapes of those models, from files that are a header and a hole."""
@@ -207,6 +211,15 @@ def test_decode_as_measured_on_a_card(card_shapes, name, on_peer, tps):
     found = speed.predict(shape, setting, places, {"mini": on_peer, "head": shape.n_layer - on_peer}, depth=356,
                           link_s=0.15e-3, wire_bytes_s=2.9e9)  # the link as the doctor measured it there
     assert found is not None and found.tokens_per_s == pytest.approx(tps, rel=0.15)
+
+
+@pytest.mark.parametrize(("on_peer", "tps"), MEASURED_MTP)
+def test_mtp_as_measured_on_a_card(card_shapes, on_peer, tps):
+    shape, bandwidth = card_shapes["hybrid"], CARD_BANDWIDTH["hybrid"]
+    places = [Place("mini", False, True, 0, bandwidth), Place("head", True, True, 0, bandwidth)]
+    found = speed.predict(shape, CARD_SETTINGS["hybrid"], places, {"mini": on_peer, "head": 16 - on_peer}, depth=356,
+                          acceptance=0.2406, link_s=0.15e-3, wire_bytes_s=2.9e9)
+    assert found is not None and found.mtp_tokens_per_s == pytest.approx(tps, rel=0.15)
 
 
 # ---- other architectures: a header and a hole is enough for llama.cpp's own estimate ---------------------------------

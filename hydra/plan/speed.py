@@ -2,7 +2,7 @@
 
 Made of what is known: a step cannot be faster than reading each node's weights and caches once. Peers and head work one
 after another, so their times add up. The fixed costs below were seen on an H200 with three models (dense, sliding
-window, gated delta nets), alone and split, and meet what was measured there within 7 %. Knows nothing of devices.
+window, gated delta nets), alone and split, and with MTP; what was measured there is met within 7 %. Knows nothing of devices.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from hydra.plan.shape import Shape
 LAYER_OPS, DELTA_OPS, TAIL_OPS = 22, 34, 6
 OP_S = {True: 3e-6, False: 1e-6}  # of an operation on a card, or a CPU: its start, and the gap to the next
 PEER_S = 1.0e-3  # of a peer in a step, beside the wire: waiting for one another, copies, a graph that is started anew
+VERIFY_S = 1.0e-3  # of a peer more than that, where a step verifies a draft
 LINK_S = 0.3e-3  # of a step's messages to one peer over gigabit Ethernet: about ten sends, one reply
 DRAFT_S = 0.25e-3  # of a drafted token, beside its computation: one more wait for the card
 WIRE_BYTES_S = 117e6
@@ -103,5 +104,5 @@ def _node(shape: Shape, setting: Setting, place: Place, span: tuple[int, int], d
         ops += TAIL_OPS
         wire = 0.0
     else:
-        wire = PEER_S + link_s + 2 * 4 * shape.n_embd * width / wire_bytes_s
+        wire = PEER_S + (VERIFY_S if width > 1 else 0.0) + link_s + 2 * 4 * shape.n_embd * width / wire_bytes_s
     return NodeStep(read, read / place.bandwidth_bytes_s, ops * place.op_s, wire)
