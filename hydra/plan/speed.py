@@ -2,7 +2,8 @@
 
 Made of what is known: a step cannot be faster than reading each node's weights and caches once. Peers and head work one
 after another, so their times add up. The fixed costs below were seen on an H200 with three models (dense, sliding
-window, gated delta nets), alone and split, and with MTP; what was measured there is met within 7 %. Knows nothing of devices.
+window, gated delta nets), alone and split, and with MTP; what was measured there is met within 7 %. Knows nothing of
+devices.
 """
 
 from __future__ import annotations
