@@ -25,6 +25,7 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
+from hydra.link import frames
 from hydra.peer.launch import start_peer
 from hydra.peer.ops import BLOCK_SIZE, TYPE_NUMBERS, TYPE_SIZE
 from hydra.rpc import wire
@@ -589,16 +590,16 @@ class Wire:
         self.sock.sendall(craft.message(cmd, payload, announce))
 
     def reply(self) -> bytes:
-        (size,) = struct.unpack("<Q", self._exactly(8))
+        (size,) = struct.unpack("<Q", self.exactly(8))
         if size > 1 << 28:
             raise AssertionError(f"the peer announces a reply of {size} bytes")
-        return self._exactly(size)
+        return self.exactly(size)
 
     def call(self, cmd: int, payload: bytes = b"") -> bytes:
         self.send(cmd, payload)
         return self.reply() if cmd in wire.REPLY_SIZES else b""
 
-    def _exactly(self, size: int) -> bytes:
+    def exactly(self, size: int) -> bytes:
         data = bytearray()
         while len(data) < size:
             piece = self.sock.recv(size - len(data))
@@ -774,6 +775,42 @@ def graph_session(source: Source, w: Wire, recorded: fixtures.Recorded) -> None:
     w.finish()
 
 
+def linked_session(source: Source, w: Wire) -> None:
+    """The link's opening, and frames of which some are bent: kept messages, patches, halves, numbers out of nowhere."""
+    opening = frames.Hello(flags=source.integer(0, 3), slots=source.choice((0, 4, 512)), silence_ms=5000)
+    w.sock.sendall(_bend_bytes(source, opening.pack()) if source.chance(5) else opening.pack())
+    w.exactly(frames.HELLO.size)
+    questions = [(Command.DEVICE_COUNT, b""), (Command.GET_ALIGNMENT, bytes(4)), (Command.GET_DEVICE_MEMORY, bytes(4))]
+    parts = [frames.LENGTH.pack(frames.Up.PLAIN, len(craft.HELLO)) + craft.HELLO]
+    w.tally.count(Command.HELLO)
+    kept: list[tuple[int, bytes]] = []
+    for _ in range(source.integer(2, 30)):
+        cmd, payload = source.choice(questions)
+        plain = craft.message(cmd, payload)
+        kind = source.integer(0, 6)
+        if kind == 0 or not kept:
+            slot = source.integer(0, 3)
+            kept.append((slot, plain))
+            frame = frames.KEEP.pack(frames.Up.KEEP, slot, len(plain)) + plain
+        elif kind == 1:
+            frame = frames.SLOT.pack(frames.Up.SAME, source.choice(kept)[0])
+        elif kind == 2:
+            slot, old = kept[-1]
+            at = source.integer(0, len(old) - 1)
+            frame = frames.PATCH.pack(frames.Up.PATCH, slot, 1) + struct.pack("<II", at, len(old) - at) + old[at:]
+        elif kind == 3:
+            frame = frames.LENGTH.pack(frames.Up.HALVE, source.integer(0, 9))
+        elif kind == 4 and source.chance(20):
+            frame = frames.LENGTH.pack(frames.Up.HALF, 2 * source.integer(0, 50)) + source.data(100)
+        else:
+            frame = frames.LENGTH.pack(frames.Up.PLAIN, len(plain)) + plain
+        w.tally.count(cmd)
+        parts.append(_bend_bytes(source, frame) if source.chance(4) else frame)
+    for part in parts:
+        w.sock.sendall(part)
+    w.finish()
+
+
 class Fuzzer:
     """Plays numbered sessions of one seed against one peer."""
 
@@ -790,7 +827,9 @@ class Fuzzer:
         self.tally.sessions += 1
         try:
             kind = source.integer(0, 99)
-            if kind < 60:
+            if kind < 5:
+                linked_session(source, w)
+            elif kind < 60:
                 structured_session(source, w)
             elif kind < 80:
                 graph_session(source, w, source.choice(self.recorded))
