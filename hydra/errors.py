@@ -12,8 +12,8 @@
     ├── EngineError            8   the engine child failed
     └── RequestError           9   one request cannot be served (bad parameters, context full)
 
-Every error is a message (what happened, with the numbers) and a hint (what to do). Foreign errors are translated once, at
-the boundary, with ``raise … from``. Only ``hydra.cli`` turns them into exit codes; nothing here prints or exits.
+Every error is a message (what happened, with the numbers) and a hint (what to do). Foreign errors are translated once,
+at the boundary, with ``raise … from``. Only ``hydra.cli`` turns them into exit codes; nothing here prints or exits.
 """
 
 from __future__ import annotations
