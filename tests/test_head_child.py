@@ -38,7 +38,10 @@ def loaded(engine: launch.EngineProcess) -> dict[str, Any]:
     engine.channel.send({"type": "load", "spec": toy_spec(toy(), "mtp", 3, parallel=2).to_dict()})
     frame, before = until(engine, "ready", "failed")
     assert frame["type"] == "ready", frame
-    assert any(f["type"] == "progress" and f["stage"] == "weights" for f in before)
+    weights = [f for f in before if f["type"] == "progress" and f["stage"] == "weights"]
+    assert [(weights[i]["bytes_done"], weights[i]["layers_done"]) for i in (0, -1)] == [
+        (0, 0), (weights[-1]["bytes_total"], weights[-1]["layers_total"])]
+    assert weights[-1]["bytes_total"] > 10_000_000
     return dict(frame["info"])
 
 

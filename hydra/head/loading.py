@@ -82,9 +82,9 @@ def load(spec: EngineSpec, progress: ProgressSink | None = None) -> Loaded:
     report({"stage": "peers"})
     place = find_devices(spec, read_shape(spec.model_path))
     report({"stage": "memory"})
-    memory.check(estimate(spec, place), {device.name: device for device in place.devices}, place.node_of)
-    report({"stage": "weights", "fraction": 0.0})
-    tracker = _Tracker(report, place)
+    expected = estimate(spec, place)
+    memory.check(expected, {device.name: device for device in place.devices}, place.node_of)
+    tracker = _Tracker(report, place, sum(use.model for use in expected.by_node.values()))
     model = _open_model(spec, place, progress=tracker.on_progress)
     tracker.finish()
     try:
@@ -270,12 +270,13 @@ class _Tracker:
     order.
     """
 
-    def __init__(self, report: ProgressSink, place: Placement) -> None:
+    def __init__(self, report: ProgressSink, place: Placement, total_bytes: int) -> None:
         self._report = report
         self._place = place
+        self._total_bytes = total_bytes
         self._started = time.perf_counter()
         self._last = 0.0
-        self.total_bytes = 0
+        self._send("", 0.0, 0, None)
 
     def on_progress(self, fraction: float) -> bool:
         now = time.perf_counter()
@@ -283,19 +284,20 @@ class _Tracker:
             return True
         self._last = now
         elapsed = now - self._started
-        n_layers = sum(self._place.layers.values())
-        done = fraction * n_layers
+        done = int(fraction * sum(self._place.layers.values()))
         node, passed = "", 0
         for name, count in self._place.layers.items():
             node = name
             if done < passed + count:
                 break
             passed += count
-        eta_s = round(elapsed / fraction - elapsed, 1) if fraction > 0.01 else None
-        self._report({"stage": "weights", "node": node, "fraction": round(fraction, 4), "layers_done": int(done),
-                      "layers_total": n_layers, "eta_s": eta_s})
+        self._send(node, fraction, done, round(elapsed / fraction - elapsed, 1) if fraction > 0.01 else None)
         return True
 
     def finish(self) -> None:
-        self._report({"stage": "weights", "fraction": 1.0, "layers_done": sum(self._place.layers.values()),
-                      "layers_total": sum(self._place.layers.values()), "eta_s": 0.0, "node": ""})
+        self._send("", 1.0, sum(self._place.layers.values()), 0.0)
+
+    def _send(self, node: str, fraction: float, layers: int, eta_s: float | None) -> None:
+        self._report({"stage": "weights", "node": node, "layers_done": layers,
+                      "layers_total": sum(self._place.layers.values()), "bytes_done": int(fraction * self._total_bytes),
+                      "bytes_total": self._total_bytes, "eta_s": eta_s})
