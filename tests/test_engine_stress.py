@@ -14,8 +14,8 @@ from hydra.head.engine import Engine
 from hydra.head.sampling import SamplingParams
 from tests.engine_support import MAX_STEPS, Answer, answers_of, take, toy, toy_spec
 
-WORDS = ("the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "and", "sits", "down", "to", "think", "of",
-         "what", "it", "has", "seen", "today")
+WORDS = ("the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "and", "sits", "down", "to", "think",
+         "of", "what", "it", "has", "seen", "today")
 TOKENS = 24
 NEAR_TIE = 0.02
 
