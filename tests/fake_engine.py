@@ -2,9 +2,9 @@
 
 `python tests/fake_engine.py --fd N`. Its next token depends on all tokens before it and, when sampled, on the seed, so
 that an answer that was continued in the wrong place shows. A prompt may hold directives: `[[say64:BASE64]]` (these
-bytes, then the end), `[[delay:MS]]` (a pause before each token). Environment: FAKE_ENGINE_DIR, a folder for the count
-of lives; FAKE_ENGINE_FAULTS, a JSON list of {"life": n, "after": tokens, "do": what} with what one of abort, exit,
-stall, pause, silent, garbage, failed, load_failed, load_hang.
+bytes, then the end), `[[delay:MS]]` (a pause before each token), `[[poison]]` (the engine dies of it). Environment:
+FAKE_ENGINE_DIR, a folder for the count of lives; FAKE_ENGINE_FAULTS, a JSON list of {"life": n, "after": tokens, "do":
+what} with what one of abort, exit, stall, pause, silent, garbage, failed, load_failed, load_hang.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Slot:
         self.text = TextStream(tuple(self.params.get("stop") or ()))
         for token in self.made:
             self.text.push(bytes([token]))
-        self.cancelled = False
+        self.poison = b"[[poison]]" in bytes(t for t in self.prompt if t < 256)
         self.next_at = time.monotonic() + self.delay
 
     def step(self) -> int:
@@ -271,6 +271,8 @@ class FakeEngine:
             self.result(frame, bytes(t for t in frame["tokens"] if t < 256).decode("utf-8", "replace"))
         elif kind == "embed":
             tokens = frame["tokens"]
+            if b"[[poison]]" in bytes(t for t in tokens if t < 256):
+                os.abort()
             self.result(frame, [(zlib.crc32(bytes([i, *(t & 255 for t in tokens)])) % 1000) / 1000 for i in range(8)])
         elif kind == "shutdown":
             os._exit(0)
@@ -282,6 +284,9 @@ class FakeEngine:
         if time.monotonic() < slot.next_at:
             return
         slot.next_at = time.monotonic() + slot.delay
+        if slot.poison:
+            print("GGML_ASSERT(grammar) failed", file=sys.stderr, flush=True)
+            os.abort()
         token = slot.step()
         if token == EOS:
             self.done(slot, "stop")

@@ -29,8 +29,8 @@ QUICK: dict[str, Any] = {
     "suspect_s": 0.2,
     "silence_s": 0.6,
     "probe_timeout_s": 0.3,
-    "heartbeat_s": 1.5,
-    "step_deadline_s": 1.0,
+    "heartbeat_s": 3.0,
+    "step_deadline_s": 3.0,
     "grace_s": 2.0,
 }
 
@@ -186,6 +186,28 @@ def test_what_keeps_failing_ends_in_one_clear_error(tmp_path: Path, monkeypatch:
             with pytest.raises(EngineError):
                 supervisor.generate(list(b"x"), {})
 
+    run(test)
+
+
+def test_a_request_that_kills_engines_is_given_up_and_not_the_head(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, undisturbed: Any
+) -> None:
+    async def test() -> None:
+        async with supervised(tmp_path, monkeypatch, spec=EngineSpec("fake.gguf", parallel=4)) as (supervisor, events):
+            killer = asyncio.create_task(collect(supervisor.generate(list(b"[[poison]]"), {"max_tokens": 5})))
+            assert await answers(supervisor) == undisturbed
+            with pytest.raises(EngineError, match=r"ended 3 times while it worked on this request.*GGML_ASSERT"):
+                await killer
+            failures = [event.message for event in events if event.kind == "failure"]
+            assert len(failures) == 3 and supervisor.totals.requests["error"] == 1, failures
+            await until(lambda: supervisor.ready)
+            with pytest.raises(EngineError, match="ended 3 times"):
+                await supervisor.call("embed", tokens=list(b"[[poison]]"))
+            assert supervisor.ledger.total == 6
+            await until(lambda: supervisor.ready)
+            await collect(supervisor.generate(list(b"x"), {"max_tokens": 2}))
+
+    monkeypatch.setitem(QUICK, "restart_limit", 4)
     run(test)
 
 

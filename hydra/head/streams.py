@@ -17,7 +17,11 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from hydra.errors import HydraError, RequestError
+from hydra.errors import EngineError, HydraError, RequestError
+
+# Engines that died in a row under one request, with not one more token of it: from the first number on such requests
+# are tried one at a time, so that it shows which it is; at the second the request is given up, and not the head.
+SUSPECT_DEATHS, GIVE_UP_DEATHS = 2, 3
 
 
 class Overloaded(RequestError):
@@ -72,6 +76,8 @@ class Stream:
     cancelled: bool = False
     resumed: int = 0
     """How often a new engine took it up again."""
+    deaths: int = 0
+    """Engines that died under it since its last token."""
     pause: str = ""
     """Why nothing comes at the moment, in words; empty while the engine works on it."""
     _items: asyncio.Queue[Chunk | Finish | HydraError] = field(default_factory=asyncio.Queue)
@@ -83,6 +89,8 @@ class Stream:
         if self.first_token_at is None:
             self.first_token_at = now
         self.waiting_since = None
+        if chunk.tokens:
+            self.deaths = 0
         self.sent.extend(chunk.tokens)
         self._items.put_nowait(chunk)
 
@@ -95,6 +103,10 @@ class Stream:
         if not self.finished:
             self.finished = True
             self._items.put_nowait(error)
+
+    @property
+    def suspect(self) -> bool:
+        return self.deaths >= SUSPECT_DEATHS
 
     def start_waiting(self, why: str) -> None:
         self.pause = why
@@ -158,6 +170,8 @@ class Board:
     def take(self) -> Stream | None:
         """The next stream for the engine, now active; None when no slot is free or nobody waits."""
         while self.waiting and len(self.active) < self.parallel:
+            if self.waiting[0].suspect and any(stream.suspect for stream in self.active.values()):
+                return None
             stream = self.waiting.popleft()
             if stream.finished:
                 continue
@@ -180,6 +194,25 @@ class Board:
         except ValueError:
             pass
 
+    def engine_died(self) -> None:
+        """Remember under which streams it did; `engine_lost` and `give_up_killers` follow."""
+        for stream in self.active.values():
+            stream.deaths += 1
+
+    def give_up_killers(self, why: str) -> list[Stream]:
+        """Fail, and return, the streams under which too many engines died: nothing says that the next one would not."""
+        killers = [s for s in self.waiting if s.deaths >= GIVE_UP_DEATHS and not s.finished]
+        for stream in killers:
+            self.waiting.remove(stream)
+            stream.fail(
+                EngineError(
+                    f"The engine ended {stream.deaths} times while it worked on this request, without one more token: "
+                    f"{why}.",
+                    "Other requests go on. Something in this one may be what it cannot bear: its grammar, its length.",
+                )
+            )
+        return killers
+
     def engine_lost(self, why: str) -> int:
         """All active streams go back to the head of the line, oldest first. Returns how many will be continued."""
         back = [s for s in sorted(self.active.values(), key=lambda s: s.created) if not s.finished]
@@ -200,7 +233,7 @@ class Board:
             stream.fail(
                 WaitedTooLong(
                     f"The request waited {stream.waited_s(now):.0f} s, its limit is {stream.max_wait_s:g} s{why}.",
-                    "Raise the limit (max_wait_s in the request, head.queue_wait_s for all), or see /health for what is missing.",
+                    "Raise the limit (max_wait_s in the request, head.queue_wait_s for all); /health says what lacks.",
                     self.retry_after_s(),
                 )
             )

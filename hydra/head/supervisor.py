@@ -13,15 +13,14 @@ docs/architecture.md.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from hydra.errors import EngineError, HydraError, PeerUnreachable
 from hydra.head import launch
+from hydra.head.calls import Calls
 from hydra.head.diagnosis import Ending, Failure, Ledger, LinkFault, diagnose, error_from_frame
 from hydra.head.peers import Peers
 from hydra.head.probe import PeerReport, PeerTarget
@@ -34,12 +33,6 @@ from hydra.head.watchdog import Pulse, Watchdog
 __all__ = ["Event", "Supervisor", "SupervisorSettings", "Totals"]
 
 log = logging.getLogger("hydra.head")
-
-
-@dataclass
-class _Call:
-    frame: Frame
-    future: asyncio.Future[Any]
 
 
 class Supervisor:
@@ -78,8 +71,7 @@ class Supervisor:
         self._on_event = on_event
         self._engine: EngineProcess | None = None
         self._ended: asyncio.Future[Ending] | None = None
-        self._calls: dict[str, _Call] = {}
-        self._call_ids = itertools.count(1)
+        self._calls = Calls(self._send)
         self._pulse = Pulse()
         self._tasks: list[asyncio.Task[None]] = []
         self._wake = asyncio.Event()
@@ -138,14 +130,9 @@ class Supervisor:
                 "Try again in a few seconds.",
                 self.board.retry_after_s(),
             )
-        number = f"call-{next(self._call_ids)}"
-        call = _Call({"type": kind, "id": number, **fields}, asyncio.get_running_loop().create_future())
-        self._calls[number] = call
-        if self.ready:
-            self._send(call.frame)
         patience = self._patience(max_wait_s)
         try:
-            return await asyncio.wait_for(call.future, patience)
+            return await self._calls.ask(kind, fields, now=self.ready, patience_s=patience)
         except asyncio.TimeoutError:
             why = f" ({self.reason})" if self.reason else ""
             raise WaitedTooLong(
@@ -153,8 +140,6 @@ class Supervisor:
                 "See /health for what is missing.",
                 self.board.retry_after_s(),
             ) from None
-        finally:
-            self._calls.pop(number, None)
 
     def status(self) -> dict[str, Any]:
         """Everything /health, /slots and `hydra ps` show, as plain values."""
@@ -207,14 +192,12 @@ class Supervisor:
         for stream in list(self.board.waiting):
             stream.fail(down)
         self.board.waiting.clear()
-        for call in list(self._calls.values()):
-            if not self._engine_serves():
-                _set_error(call.future, down)
+        self._calls.fail_all(down, unsent_only=self._engine_serves())
         deadline = time.monotonic() + grace
         while self.board.active and self._engine_serves() and time.monotonic() < deadline:
             await asyncio.sleep(0.05)
         self.board.fail_all(down)
-        self._fail_calls(down)
+        self._calls.fail_all(down)
         self._end(Ending("stop"))
         self._wake.set()
         run, *others = self._tasks
@@ -291,6 +274,7 @@ class Supervisor:
         self._lost_at = self._lost_at or time.monotonic()
         stderr = list(engine.stderr_tail) if engine else []
         exit_words = engine.exit_words() if engine else "could not be started"
+        self.board.engine_died()
         kept = self.board.engine_lost("the engine is being restarted")
         self._set_state("waiting", "the engine ended; looking for the reason")
         reports = await self.peers.look(engine_connected=False)
@@ -298,8 +282,12 @@ class Supervisor:
         self._link_fault = None
         self.last_failure = failure
         self.reason = failure.reason
+        for _ in self.board.give_up_killers(failure.reason):
+            self.totals.count("error")
+            kept -= 1
         for stream in self.board.waiting:
             stream.start_waiting(failure.reason)
+        self._calls.engine_died(failure.reason)
         streams = f"; {kept} open answer{'s' if kept != 1 else ''} will be continued" if kept else ""
         self._emit(
             "failure", f"{failure.reason}{streams}. {failure.hint}".strip(), failure.node, "error", failure.to_json()
@@ -454,8 +442,7 @@ class Supervisor:
                 data={"seconds": took},
             )
         self._lost_at = None
-        for call in self._calls.values():
-            self._send(call.frame)
+        self._calls.engine_ready()
         self._dispatch()
 
     def _on_heartbeat_frame(self, frame: Frame) -> None:
@@ -469,7 +456,10 @@ class Supervisor:
         tokens = list(frame.get("tokens") or ())
         self.totals.generated_tokens += len(tokens)
         self.ledger.served()
+        was_suspect = stream.suspect
         stream.deliver(Chunk(tokens, str(frame.get("text") or ""), frame.get("logprobs")))
+        if was_suspect and not stream.suspect:
+            self._dispatch()
 
     def _on_done_frame(self, frame: Frame) -> None:
         self._pulse.moved()
@@ -489,19 +479,15 @@ class Supervisor:
         self._dispatch()
 
     def _on_result_frame(self, frame: Frame) -> None:
-        call = self._calls.get(str(frame.get("id")))
-        if call is not None and not call.future.done():
-            call.future.set_result(frame.get("value"))
+        self._calls.answer(str(frame.get("id")), frame.get("value"))
 
     def _on_failed_frame(self, frame: Frame) -> None:
         error = error_from_frame(frame.get("error"))
         number = frame.get("id")
         if number is None:
             self._end(Ending("error", "", error))
-        elif number in self._calls:
-            _set_error(self._calls[number].future, error)
-        else:
-            stream = self.board.release(number)
+        elif not self._calls.fail(str(number), error):
+            stream = self.board.release(str(number))
             if stream is not None:
                 stream.fail(error)
                 self.totals.count("error")
@@ -552,15 +538,11 @@ class Supervisor:
     def _give_up(self, error: HydraError) -> None:
         self.board.engine_lost(error.message)
         self.board.fail_all(error)
-        self._fail_calls(error)
+        self._calls.fail_all(error)
         self._set_state("failed", error.message)
         self._emit("failure", str(error), level="error")
         if self.failed is not None and not self.failed.done():
             self.failed.set_result(error)
-
-    def _fail_calls(self, error: HydraError) -> None:
-        for call in self._calls.values():
-            _set_error(call.future, error)
 
     async def _expire(self) -> None:
         while True:
@@ -596,8 +578,3 @@ class Supervisor:
     ) -> None:
         if self._on_event is not None:
             self._on_event(Event(kind, message, node, level, data or {}))
-
-
-def _set_error(future: asyncio.Future[Any], error: HydraError) -> None:
-    if not future.done():
-        future.set_exception(error)
