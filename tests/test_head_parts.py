@@ -20,7 +20,9 @@ from hydra.head.spec import DraftSpec, Endpoint, EngineSpec
 
 
 def test_frames_in_any_pieces() -> None:
-    frames: list[dict[str, Any]] = [{"type": "a", "text": "ü€\U0001F680", "n": [1, 2]}, {"type": "b"}, {"type": "c", "x": "y" * 70000}]
+    frames: list[dict[str, Any]] = [
+        {"type": "a", "text": "ü€\U0001F680", "n": [1, 2]}, {"type": "b"}, {"type": "c", "x": "y" * 70000},
+    ]
     data = b"".join(encode(frame) for frame in frames)
     rng = random.Random(3)
     for _ in range(20):
