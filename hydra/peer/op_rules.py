@@ -71,10 +71,6 @@ class Operand:
         return self._layout.elements[self.rows]
 
     @property
-    def nrows(self) -> Ints:
-        return self.ne[:, 1] * self.ne[:, 2] * self.ne[:, 3]
-
-    @property
     def extent(self) -> Ints:
         return self._layout.extent[self.rows]
 
@@ -85,10 +81,6 @@ class Operand:
     @property
     def contiguous_1(self) -> Mask:
         return self._layout.contiguous_1[self.rows]
-
-    @property
-    def contiguous_2(self) -> Mask:
-        return self._layout.contiguous_2[self.rows]
 
     @property
     def contiguous_rows(self) -> Mask:

@@ -55,7 +55,7 @@ TYPE_NAMES: dict[int, str] = {number: name for number, name, _, _ in _TYPES}
 TYPE_NUMBERS: dict[str, int] = {name: number for number, name in TYPE_NAMES.items()}
 
 F32, F16, BF16 = TYPE_NUMBERS["f32"], TYPE_NUMBERS["f16"], TYPE_NUMBERS["bf16"]
-I8, I16, I32, I64 = (TYPE_NUMBERS[name] for name in ("i8", "i16", "i32", "i64"))
+I32, I64 = TYPE_NUMBERS["i32"], TYPE_NUMBERS["i64"]
 
 # One row for each type number; a block size of 0 is a number that is no type (removed from ggml, or never given out).
 BLOCK_SIZE: NDArray[np.int64] = np.zeros(TYPE_COUNT, np.int64)
@@ -103,8 +103,7 @@ _GLU_NAMES = "REGLU GEGLU SWIGLU SWIGLU_OAI GEGLU_ERF GEGLU_QUICK SWIGLU_CLAMP"
 GLU_NAMES: tuple[str, ...] = tuple(_GLU_NAMES.split())
 
 # These only describe memory that is already there: no kernel runs for them, so they may stand on no buffer.
-VIEW_OPS = frozenset(OP[name] for name in ("NONE", "RESHAPE", "VIEW", "PERMUTE", "TRANSPOSE"))
-IS_VIEW_OP: NDArray[np.bool_] = np.isin(np.arange(OP_COUNT), list(VIEW_OPS))
+IS_VIEW_OP: NDArray[np.bool_] = np.isin(OP_NAMES, ("NONE", "RESHAPE", "VIEW", "PERMUTE", "TRANSPOSE"))
 
 
 def op_name(number: int) -> str:

@@ -98,7 +98,6 @@ class Layout:
     natural: Mask  # strides are the ones that ggml_new_tensor gives, in every dimension
     contiguous: Mask  # ggml_is_contiguous
     contiguous_1: Mask
-    contiguous_2: Mask
     contiguous_rows: Mask
     unit: Mask  # nb[0] is the type's size, whatever ne[0]
     root: Ints  # the tensor whose memory this one uses: view_src, or itself
@@ -186,7 +185,6 @@ def check_tensors(t: TensorTable) -> None:
         contiguous_1=tight_0
         & (one[:, 2] | (nb[:, 2] == ne[:, 1] * nb[:, 1]))
         & (one[:, 3] | (nb[:, 3] == ne[:, 1] * nb[:, 1] * ne[:, 2])),
-        contiguous_2=tight_0 & (one[:, 3] | (nb[:, 3] == ne[:, 2] * nb[:, 2])),
         contiguous_rows=tight_0,
         unit=unit,
         root=root,
@@ -352,15 +350,6 @@ def check_tensor(type_: int, ne: Sequence[int], nb: Sequence[int], data: int, bu
     return extent
 
 
-def check_span(extent: int, offset: int, size: int) -> None:
-    """That ``size`` bytes at ``offset`` lie inside a tensor of ``extent`` bytes.
-
-    Raises: ProtocolError. Source: ggml-backend.cpp ggml_backend_tensor_set, which asserts this in the client.
-    """
-    if offset < 0 or size < 0 or offset > extent or size > extent - offset:
-        raise ProtocolError(f"A transfer of {size} bytes at offset {offset} of a tensor of {extent} bytes.", _HINT)
-
-
 def topology_key(t: TensorTable) -> bytes:
     """A 16-byte name of everything that check_graph looks at: equal keys, equal verdict."""
     digest = hashlib.blake2b(digest_size=16)
@@ -384,27 +373,6 @@ def topology_key(t: TensorTable) -> bytes:
         digest.update(len(column).to_bytes(4, "little"))
         digest.update(np.ascontiguousarray(column).data)
     return digest.digest()
-
-
-class TopologyMemo:
-    """The topologies that passed, newest last; at most ``limit`` of them."""
-
-    def __init__(self, limit: int = 256) -> None:
-        self.limit = limit
-        self._seen: dict[bytes, None] = {}
-
-    def check(self, t: TensorTable) -> bool:
-        """check_tensors always, check_graph unless this topology has passed before; whether it had."""
-        check_tensors(t)
-        key = topology_key(t)
-        if key in self._seen:
-            self._seen[key] = self._seen.pop(key)
-            return True
-        check_graph(t)
-        self._seen[key] = None
-        if len(self._seen) > self.limit:
-            del self._seen[next(iter(self._seen))]
-        return False
 
 
 def _check_acyclic(t: TensorTable) -> None:
