@@ -73,7 +73,8 @@ WantedBy=multi-user.target
 GPU_DEVICES = "DeviceAllow=char-nvidia* rw\n"
 # The driver makes its device files at the first use, by a set-uid program that NoNewPrivileges keeps from doing so.
 PREPARE = "ExecStartPre=-+{program} -c 0 -u\n"
-RELOAD = "ExecReload=/bin/kill -HUP $MAINPID\n"
+# The shell's own kill: the program of that name is not on every box.
+RELOAD = "ExecReload=/bin/sh -c 'kill -HUP $MAINPID'\n"
 
 
 @dataclass(frozen=True)
