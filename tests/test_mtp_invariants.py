@@ -6,11 +6,14 @@ The architecture is the hybrid one (gated delta nets and attention), whose state
 from __future__ import annotations
 
 import math
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
+from hydra.head import loading
 from hydra.head.engine import Engine
+from hydra.head.llama import Model
 from hydra.head.sampling import SamplingParams
 from tests.engine_support import (
     PROMPTS,
@@ -197,3 +200,15 @@ def test_sampled_answers_are_the_same_with_and_without_mtp() -> None:
     assert len({tuple(a.tokens) for a in plain}) > 1
     assert [a.tokens for a in drafted] == [a.tokens for a in plain]
     assert math.isfinite(drafted[0].stats["draft_s"])
+
+
+@pytest.mark.parametrize(("arch", "blocks", "kind", "said"), [
+    ("qwen35", 1, "mtp", ""), ("glm4moe", 1, "mtp", ""), ("qwen35", 3, "none", "3 MTP blocks"),
+    ("gemma4-assistant", 1, "none", "gemma4-assistant"), ("qwen35", 0, "none", "no MTP block")])
+def test_blocks_that_are_not_supported_are_named(arch: str, blocks: int, kind: str, said: str) -> None:
+    """Several heads, or a block that shares the target's cache: one line, and on without."""
+    model = cast(Model, SimpleNamespace(n_layer_nextn=blocks, meta=lambda _key: arch))
+    notes: list[str] = []
+    assert loading._drafter_kind(toy_spec("x.gguf", "auto"), model, notes) == kind
+    assert len(notes) == (kind == "none")
+    assert said in "".join(notes)

@@ -21,6 +21,12 @@ from .spec import EngineSpec
 
 ProgressSink = Callable[[dict[str, Any]], None]
 _PROGRESS_PERIOD_S = 0.1
+# Those whose graph for one MTP block with a KV cache of its own llama.cpp has (src/models/*.cpp,
+# LLM_GRAPH_TYPE_DECODER_MTP). Others abort or share the target's cache. Tested with qwen35; a bad guess of another
+# costs speed, never an answer.
+MTP_ARCHITECTURES = frozenset((
+    "qwen35", "qwen35moe", "qwen3next", "glm4moe", "glm-dsa", "deepseek2", "deepseek32", "cohere2moe", "nemotron_h_moe",
+    "bailingmoe3"))
 
 
 @dataclass
@@ -257,6 +263,10 @@ def _drafter_kind(spec: EngineSpec, model: Model, notes: list[str]) -> str:
         return "lookup"
     if model.n_layer_nextn == 0:
         notes.append("This model has no MTP block: nothing is drafted ahead.")
+        return "none"
+    arch = model.meta("general.architecture") or ""
+    if arch not in MTP_ARCHITECTURES:
+        notes.append(f"hydra does not know the MTP block of {arch} models: nothing is drafted ahead.")
         return "none"
     if model.n_layer_nextn > 1:
         notes.append(f"This model has {model.n_layer_nextn} MTP blocks; hydra drafts with exactly one, "
