@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from hydra.errors import HydraError, RequestError
+from hydra.errors import EngineError, HydraError, RequestError
 
 from .adaptive import Acceptance, DraftLength
 from .cells import Cells
@@ -375,7 +375,9 @@ class Engine:
         refused = len(fed) - len(kept)
         slot.rollback = len(fed) - 1
         if refused:
-            self._target.remove(slot.id, len(slot.tokens))
+            if not self._target.remove(slot.id, len(slot.tokens)):
+                raise EngineError(f"{refused} refused tokens of a draft could not be taken back.",
+                                  "Set [mtp] enabled = false for this model, and please report it.")
             slot.rollback = 0  # a pending rollback is single-use
         slot.next_token = sampled[-1]
         request.steps += 1
