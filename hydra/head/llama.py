@@ -40,6 +40,7 @@ CACHE_TYPES = {"f32": 0, "f16": 1, "q4_0": 2, "q4_1": 3, "q5_0": 6, "q5_1": 7, "
 DEVICE_CPU, DEVICE_GPU, DEVICE_IGPU = 0, 1, 2
 _NEXTN = "_Z26llama_get_embeddings_nextnP13llama_context"  # a C++ function: llama_cpp_ext has the same name
 _VIEWS_MAX = 512
+_FEW = 32
 _STATE_FLAGS = 1 | 2  # LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY: what cannot be cut back; ON_DEVICE: copies stay there
 Progress = Callable[[float], bool]
 
@@ -351,6 +352,10 @@ class Batch:
         self.seq = np.zeros(capacity, np.int32)
         self.output = np.zeros(capacity, np.int8)
         self.embd: npt.NDArray[np.float32] = np.zeros((capacity if n_embd else 0, n_embd or 1), np.float32)
+        # A few tokens are written one by one: this costs less than numpy's slices, most of all with cold caches.
+        self._token_at, self._pos_at = self.token.data, self.pos.data
+        self._seq_at, self._output_at = self.seq.data, self.output.data
+        self._rows: dict[int, int] = {}
         self._n_seq = np.ones(capacity, np.int32)
         self._steps = np.arange(capacity, dtype=np.int32)
         self._seq_ptr = (self.seq.ctypes.data + 4 * np.arange(capacity)).astype(np.uint64)
@@ -368,6 +373,12 @@ class Batch:
     def clear(self) -> None:
         self.n = 0
         self.n_outputs = 0
+        self._rows.clear()
+
+    def output_row(self, index: int) -> int:
+        """The place of token ``index`` among the batch's outputs."""
+        row = self._rows.get(index)
+        return int(self.output[:index].sum()) if row is None else row
 
     def rows_at(self, address: int | None) -> None:
         """Take the rows from this address, [n, n_embd] float32, instead of ``embd`` (None: ``embd`` again)."""
@@ -381,6 +392,10 @@ class Batch:
         end = first + count
         if end > self.capacity:
             raise EngineError(f"A batch of {self.capacity} tokens was asked to hold {end}.")
+        if output == "all" and count <= _FEW:
+            for i, token in enumerate(tokens):
+                self.add_one(int(token), pos0 + i, seq)
+            return first
         self.token[first:end] = tokens
         self.pos[first:end] = self._steps[:count]
         self.pos[first:end] += pos0
@@ -397,10 +412,11 @@ class Batch:
         at = self.n
         if at >= self.capacity:
             raise EngineError(f"A batch of {self.capacity} tokens was asked to hold {at + 1}.")
-        self.token[at] = token
-        self.pos[at] = pos
-        self.seq[at] = seq
-        self.output[at] = 1
+        self._token_at[at] = token
+        self._pos_at[at] = pos
+        self._seq_at[at] = seq
+        self._output_at[at] = 1
+        self._rows[at] = self.n_outputs
         self.n_outputs += 1
         self.n = at + 1
         return at
@@ -528,7 +544,7 @@ class Context:
         batch = self._decoded
         if batch is None or batch.n_outputs == batch.n:
             return index
-        return int(batch.output[:index].sum())
+        return batch.output_row(index)
 
     def sampled(self, index: int) -> int:
         """The token that the device chose for the batch's token ``index`` (contexts made ``greedy``)."""
