@@ -7,6 +7,7 @@ buffer (I8, as long as the buffer), so that moving bytes needs no tensor header 
 from __future__ import annotations
 
 import ctypes
+import mmap
 from ctypes import c_size_t
 from dataclasses import dataclass
 from types import TracebackType
@@ -15,6 +16,8 @@ from hydra.errors import DeviceError
 from hydra.ggml import abi
 from hydra.ggml.library import DEVICE_TYPES, Ggml
 
+HUGE_PAGE_BYTES = 2 << 20
+_LIBC = ctypes.CDLL(None)
 _SET_N_THREADS = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int)
 
 
@@ -116,6 +119,17 @@ class Backend:
         self.close()
 
 
+def _ask_for_huge_pages(address: int, size: int) -> None:
+    """Lets the kernel back a large host buffer with 2 MiB pages: each token reads every weight, and 4 KiB pages miss.
+
+    Most systems give them only to who asks (transparent_hugepage = madvise). A refusal changes nothing but the speed.
+    """
+    start = -(-address // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+    length = (address + size - start) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
+    if length > 0:
+        _LIBC.madvise(ctypes.c_void_p(start), c_size_t(length), mmap.MADV_HUGEPAGE)
+
+
 class Buffer:
     """A device buffer and its window tensor.
 
@@ -130,6 +144,8 @@ class Buffer:
         # A buffer of no bytes has no base, and asking for it aborts in debug builds.
         self.base = int(ggml.ggml_backend_buffer_get_base(handle) or 0) if self.size else 0
         self.host = bool(ggml.ggml_backend_buffer_is_host(handle)) and backend.is_cpu
+        if self.host:
+            _ask_for_huge_pages(self.base, self.size)
         self._window = abi.aligned_bytes(abi.TENSOR_SIZE)
         row = self._window.view(abi.TENSOR)
         row["type"] = abi.TYPE_I8
