@@ -22,6 +22,7 @@ import os
 import resource
 import signal
 import socket
+import struct
 import sys
 import threading
 import time
@@ -183,8 +184,6 @@ class Worker:
 
 
 def _timeval(seconds: int) -> bytes:
-    import struct
-
     return struct.pack("ll", seconds, 0)
 
 
@@ -194,8 +193,6 @@ def main(control_fd: int) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     faulthandler.enable(all_threads=False)
-    # OpenMP threads that spin after a graph take the cores from a head on the same machine; read when libgomp is
-    # loaded.
     control = socket.socket(fileno=control_fd)
     settings = PeerSettings.from_json(control.recv(MAX_PACKET).decode())
     Worker(control, settings).run()
