@@ -19,7 +19,6 @@ import http.client
 import json
 import os
 import socket
-import ssl
 import struct
 import time
 from dataclasses import dataclass, field
@@ -27,24 +26,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hydra.errors import HydraError, PeerError, PeerUnreachable
+from hydra.head.probe import PeerTarget
 from hydra.rpc.client import Client
 
 Trouble = Literal["refused", "dropped", "down", "silent", "closed", "unresolved", "tls", "other"]
 CONNECT_S = 5.0  # more than the 3 s after which Linux gives up on ARP and says "no route to host"
 
 
-@dataclass(frozen=True)
-class Target:
-    """A peer: its name in hydra.toml (or its address), where it is, and the TLS context to use, if any."""
-
-    name: str
-    host: str
-    port: int
-    tls: ssl.SSLContext | None = None
-
-    @property
-    def endpoint(self) -> str:
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+Target = PeerTarget  # the head's probe and the doctor ask the same peers
 
 
 class NoAnswer(HydraError):

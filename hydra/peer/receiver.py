@@ -71,10 +71,6 @@ class Receiver:
         self.pos, self.end = 0, len(old)
         self._events = [Event(backend) for _ in range(SEGMENTS)] if memory.pinned else []
 
-    @property
-    def pinned(self) -> bool:
-        return bool(self._events)
-
     def idle_wait(self) -> None:
         """Waits for the next message to begin, for ever, but ends when asked to.
 
