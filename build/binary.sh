@@ -58,7 +58,7 @@ cuda_list=""
 if [[ $backend == cuda ]]; then
     cuda_list=$HYDRA_CUDA_ARCHITECTURES
     CUDA_HOME=$(dirname "$(dirname "$(readlink -f "$CUDACXX")")") # its runtime goes into the file
-    export CUDA_HOME
+    export CUDA_HOME CUDA_LIBRARIES
 fi
 cat >"$work/build-info.json" <<END
 {"variant": "$backend", "commit": "$commit", "cpu": "x86-64-v3", "cuda_architectures": "$cuda_list"}

@@ -99,6 +99,37 @@ find_nvcc() {
     return 1
 }
 
+# What a CUDA toolkit may lack when only its compiler was installed: cublas, which is then taken from NVIDIA's package of
+# it, and the driver's library to link with where no driver is, which is then a library of the names that llama.cpp
+# takes from it (the box that runs the program brings the real one). Sets CUDA_LIBRARIES, the folder of both.
+complete_toolkit() {
+    local toolkit folder cublas_version=13.0.2.14
+    toolkit=$(dirname "$(dirname "$(readlink -f "$CUDACXX")")")
+    folder="$cache/cuda-libraries-$cublas_version"
+    CUDA_LIBRARIES="$folder/nvidia/cu13/lib"
+    if [[ -z $(find -L "$toolkit" /usr/include -name cublas_v2.h -print -quit 2>/dev/null) ]]; then
+        "$CUDACXX" --version | grep -q "release 13\." || fail "the CUDA toolkit in $toolkit lacks cublas: install it."
+        if [[ ! -f $folder/nvidia/cu13/include/cublas_v2.h ]]; then
+            say "the CUDA toolkit in $toolkit lacks cublas: fetching NVIDIA's package of it (421 MB)"
+            pip_install --no-deps --target "$folder" "nvidia-cublas==$cublas_version"
+        fi
+        # A package has the libraries by the names of their versions alone; a linker looks for them without.
+        ln -sf libcublas.so.13 "$CUDA_LIBRARIES/libcublas.so"
+        ln -sf libcublasLt.so.13 "$CUDA_LIBRARIES/libcublasLt.so"
+        cmake_args+=("-DCMAKE_CUDA_FLAGS=-I$folder/nvidia/cu13/include")
+    fi
+    if [[ -z $(find -L "$toolkit" /usr/lib -name libcuda.so -print -quit 2>/dev/null) ]]; then
+        mkdir -p "$CUDA_LIBRARIES"
+        if [[ ! -f $CUDA_LIBRARIES/libcuda.so ]]; then
+            printf 'void %s(void) {}\n' cuGetErrorString cuDeviceGet cuDeviceGetAttribute cuMemAddressFree \
+                cuMemAddressReserve cuMemCreate cuMemGetAllocationGranularity cuMemMap cuMemRelease cuMemSetAccess \
+                cuMemUnmap | g++ -x c -shared -fPIC -Wl,-soname,libcuda.so.1 -o "$CUDA_LIBRARIES/libcuda.so" -
+        fi
+        cmake_args+=("-DCUDA_cuda_driver_LIBRARY=$CUDA_LIBRARIES/libcuda.so")
+    fi
+    cmake_args+=("-DCMAKE_LIBRARY_PATH=$CUDA_LIBRARIES")
+}
+
 # Sets `backend` (cpu or cuda) and `cmake_args` (an array), from what is here and what was asked for.
 choose_backend() {
     local nvcc="" cuda_floor="12.8 or newer for RTX 50 cards"
@@ -125,6 +156,7 @@ choose_backend() {
         local architectures="${HYDRA_CUDA_ARCHITECTURES:-}"
         [[ $architectures ]] || gpu_here || architectures="86;120"
         [[ $architectures ]] && cmake_args+=("-DCMAKE_CUDA_ARCHITECTURES=$architectures")
+        complete_toolkit
     fi
     local extra=()
     read -r -a extra <<<"${HYDRA_CMAKE_ARGS:-}"

@@ -278,6 +278,7 @@ class Supervisor:
         kept = self.board.engine_lost("the engine is being restarted")
         self._set_state("waiting", "the engine ended; looking for the reason")
         reports = await self.peers.look(engine_connected=False)
+        self._note_mismatch(reports)
         failure = diagnose(ending, exit_words, stderr, reports, loading=loading, link=self._link_fault)
         self._link_fault = None
         self.last_failure = failure
@@ -376,8 +377,9 @@ class Supervisor:
         """
         delay, begin = self.settings.backoff_first_s, time.monotonic()
         while not self._stopping and self._reload_to is None:
-            missing = [report for report in await self.peers.look(engine_connected=False) if not report.usable]
-            self._blocked = next((report for report in missing if report.state == "mismatch"), None)
+            reports = await self.peers.look(engine_connected=False)
+            self._note_mismatch(reports)
+            missing = [report for report in reports if not report.usable]
             if not missing:
                 return True
             first = self._blocked or missing[0]
@@ -403,6 +405,10 @@ class Supervisor:
             answers = first.state == "degraded"
             delay = self.settings.backoff_first_s if answers else min(self.settings.backoff_max_s, delay * 2)
         return False
+
+    def _note_mismatch(self, reports: list[PeerReport]) -> None:
+        """A peer that only a person can mend: until it is, new requests are refused and not left to wait."""
+        self._blocked = next((report for report in reports if report.state == "mismatch"), None)
 
     async def _watch_peers(self) -> None:
         """Round trips and byte counts for /metrics and `hydra ps`, now and then."""
