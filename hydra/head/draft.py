@@ -100,6 +100,7 @@ class MtpDrafter:
         self._seats = [_Seat(n_embd, self._capacity) for _ in range(n_slots)]
         target.use_nextn(masked=False)
         context.use_nextn(masked=True)
+        context.wait_here_only()  # the block, its tables and the output lie on the head (placement.py)
 
     def filled(self, slot: int, tokens: Sequence[int], first: int, following: int | None) -> None:
         seat, batch, count = self._seats[slot], self._batch, len(tokens)

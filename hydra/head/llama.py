@@ -39,6 +39,11 @@ FLASH_ATTN = {"auto": -1, "off": 0, "on": 1}
 CACHE_TYPES = {"f32": 0, "f16": 1, "q4_0": 2, "q4_1": 3, "q5_0": 6, "q5_1": 7, "q8_0": 8, "iq4_nl": 20, "bf16": 30}
 DEVICE_CPU, DEVICE_GPU, DEVICE_IGPU = 0, 1, 2
 _NEXTN = "_Z26llama_get_embeddings_nextnP13llama_context"  # a C++ function: llama_cpp_ext has the same name
+# Members of llama_context behind the public functions, which wait for every device before they answer.
+_SCHED = "_ZNK13llama_context9get_schedEv"
+_SAMPLED_NOW = "_ZN13llama_context21get_sampled_token_ithEi"
+_NEXTN_NOW = "_ZN13llama_context20get_embeddings_nextnEv"
+_LOGITS_NOW = "_ZN13llama_context10get_logitsEv"
 _VIEWS_MAX = 512
 _FEW = 32
 _STATE_FLAGS = 1 | 2  # LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY: what cannot be cut back; ON_DEVICE: copies stay there
@@ -69,10 +74,19 @@ class _Api:
         self.sample = self._fast(lib, "llama_sampler_sample",
                                  [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int32], ctypes.c_int32)
         self.nextn = self._fast(lib, _NEXTN, [ctypes.c_void_p], ctypes.c_void_p)
+        self.sched = self._fast(lib, _SCHED, [ctypes.c_void_p], ctypes.c_void_p)
+        self.sampled_now = self._fast(lib, _SAMPLED_NOW, [ctypes.c_void_p, ctypes.c_int32], ctypes.c_int32)
+        self.nextn_now = self._fast(lib, _NEXTN_NOW, [ctypes.c_void_p], ctypes.c_void_p)
+        self.logits_now = self._fast(lib, _LOGITS_NOW, [ctypes.c_void_p], ctypes.c_void_p)
+        self.backend_wait = self._fast(library.load().base, "ggml_backend_synchronize", [ctypes.c_void_p], None)
 
     @staticmethod
     def _fast(lib: ctypes.CDLL, name: str, argtypes: list[Any], restype: Any) -> Any:
-        function = lib[name]  # indexing makes a new function object: llama_cpp's own prototype stays as it is
+        try:
+            function = lib[name]  # indexing makes a new function object: llama_cpp's own prototype stays as it is
+        except AttributeError as exc:
+            raise LibraryError(f"libllama has no function {name}.",
+                               "hydra needs the llama-cpp-python that constraints.txt names; see `hydra doctor`.") from exc
         function.argtypes = argtypes
         function.restype = restype
         return function
@@ -497,9 +511,38 @@ class Context:
         self._most_outputs = 0
         self._waited = False
         self._decoded: Batch | None = None
+        self._here: list[int] = []
         # Views of llama.cpp's output buffer by address: it stays where it is until it must grow.
         self._logits_at: dict[int, npt.NDArray[np.float32]] = {}
         self._hidden_at: dict[int, npt.NDArray[np.float32]] = {}
+
+    def wait_here_only(self) -> None:
+        """Wait for this box's devices, no longer for the peers': for a context whose graphs use none of theirs.
+
+        llama.cpp's own functions wait for every device of the model; a peer's answers from a thread of the RPC client,
+        which costs a decode of an MTP block two changes of thread each time.
+        """
+        base, sched = library.load().base, self._a.sched(self.handle)
+        count, get, name = (base[f"ggml_backend_{part}"] for part in ("sched_get_n_backends", "sched_get_backend", "name"))
+        count.argtypes, count.restype = [ctypes.c_void_p], ctypes.c_int
+        get.argtypes, get.restype = [ctypes.c_void_p, ctypes.c_int], ctypes.c_void_p
+        name.argtypes, name.restype = [ctypes.c_void_p], ctypes.c_char_p
+        backends = [get(sched, i) for i in range(count(sched))]
+        self._here = [backend for backend in backends if not name(backend).startswith(b"RPC")]
+
+    def _ask(self, function: Any, function_now: Any) -> int:
+        """An address of the last decode's outputs, once it is done."""
+        if not self._here:
+            self._waited = True
+            return function(self.handle) or 0  # waits by itself
+        self._settle()
+        return function_now(self.handle) or 0
+
+    def _settle(self) -> None:
+        if not self._waited:
+            for backend in self._here:
+                self._a.backend_wait(backend)
+            self._waited = True
 
     def use_nextn(self, *, masked: bool) -> None:
         """Keep hidden rows of each decode: of every token, or only (masked) of those with output."""
@@ -525,14 +568,12 @@ class Context:
         if self._decoded is None or not self._decoded.n_outputs:
             self._a.synchronize(self.handle)
         elif not self._logits_base:
-            self._logits_base = self._a.logits(self.handle) or 0
-            self._waited = True
+            self._logits_base = self._ask(self._a.logits, self._a.logits_now)
 
     def logits(self, index: int) -> npt.NDArray[np.float32]:
         """Logits of the batch's token ``index``: [n_vocab], a view that the next decode overwrites."""
         if not self._logits_base:
-            self._logits_base = self._a.logits(self.handle) or 0
-            self._waited = True
+            self._logits_base = self._ask(self._a.logits, self._a.logits_now)
             if not self._logits_base:
                 raise EngineError("The last decode gave no logits.")
         address = self._logits_base + self._output_row(index) * self._row_bytes
@@ -548,6 +589,9 @@ class Context:
 
     def sampled(self, index: int) -> int:
         """The token that the device chose for the batch's token ``index`` (contexts made ``greedy``)."""
+        if self._here:
+            self._settle()
+            return int(self._a.sampled_now(self.handle, index))
         self._waited = True
         return int(self._a.sampled_ith(self.handle, index))
 
@@ -569,11 +613,10 @@ class Context:
         if not self._hidden_base:
             key = max(self._decoded.n_outputs if self._decoded is not None else 0, self._n_seq)
             known = self._hidden_bases.get(key, 0) if self._waited else 0
-            self._hidden_base = known or self._a.nextn(self.handle) or 0
+            self._hidden_base = known or self._ask(self._a.nextn, self._a.nextn_now)
             if not self._hidden_base:
                 raise EngineError("The last decode gave no hidden rows.")
             self._hidden_bases[key] = self._hidden_base
-            self._waited = True
         row = self._output_row(index) if self._nextn_masked else index
         return self._hidden_base + row * self._hidden_bytes
 
