@@ -64,6 +64,8 @@ class Engine:
         self._cells = Cells(self._target, self._drafter, self.slots)
         try:
             self._cells.warm_up(self._batch, min(self._loaded.warm_up_tokens, self.n_ctx // 2))
+            if self._loaded.shares_core:
+                self._target.share_core()  # after the warm-up: threads that are made while it is in force inherit it
         except BaseException:
             self._loaded.close()
             raise

@@ -19,7 +19,7 @@ import logging
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -29,6 +29,7 @@ from hydra.errors import DeviceError, EngineError, LibraryError, ModelError, Pee
 from hydra.ggml import library
 
 from .loadlog import ERROR, WARN, LoadLog
+from .samecore import SameCore, partners
 
 log = logging.getLogger("hydra.llama")
 
@@ -512,6 +513,7 @@ class Context:
         self._waited = False
         self._decoded: Batch | None = None
         self._here: list[int] = []
+        self._core: SameCore | None = None
         # Views of llama.cpp's output buffer by address: it stays where it is until it must grow.
         self._logits_at: dict[int, npt.NDArray[np.float32]] = {}
         self._hidden_at: dict[int, npt.NDArray[np.float32]] = {}
@@ -522,13 +524,23 @@ class Context:
         llama.cpp's own functions wait for every device of the model; a peer's answers from a thread of the RPC client,
         which costs a decode of an MTP block two changes of thread each time.
         """
+        self._here = self._backends(peers=False)
+
+    def share_core(self) -> None:
+        """Decode on one core with the threads of the RPC client (samecore.py). For the thread that calls this."""
+        waits = [partial(self._a.backend_wait, backend) for backend in self._backends(peers=True)]
+        threads = partners(waits) if waits else []
+        self._core = SameCore(threads) if threads else None
+
+    def _backends(self, *, peers: bool) -> list[int]:
+        """The backends of this context's scheduler: the peers', or all others."""
         base, sched = library.load().base, self._a.sched(self.handle)
         count, get, name = (base[f"ggml_backend_{part}"] for part in ("sched_get_n_backends", "sched_get_backend", "name"))
         count.argtypes, count.restype = [ctypes.c_void_p], ctypes.c_int
         get.argtypes, get.restype = [ctypes.c_void_p, ctypes.c_int], ctypes.c_void_p
         name.argtypes, name.restype = [ctypes.c_void_p], ctypes.c_char_p
         backends = [get(sched, i) for i in range(count(sched))]
-        self._here = [backend for backend in backends if not name(backend).startswith(b"RPC")]
+        return [backend for backend in backends if name(backend).startswith(b"RPC") == peers]
 
     def _ask(self, function: Any, function_now: Any) -> int:
         """An address of the last decode's outputs, once it is done."""
@@ -557,7 +569,12 @@ class Context:
         if batch.n_outputs > self._most_outputs:
             self._most_outputs = batch.n_outputs
             self._hidden_bases.clear()
+        core = self._core
+        if core is not None:
+            core.hold()
         code = int(self._a.decode(self.handle, batch.struct))
+        if core is not None:
+            core.release()
         if code < 0:
             raise EngineError(f"llama_decode failed with {code} on a batch of {batch.n} tokens.",
                               "See the log above this line; `hydra doctor` checks devices and peers.")

@@ -53,7 +53,10 @@ class Placement:
 
 @dataclass
 class Loaded:
-    """Everything native that an engine owns; ``close`` ends contexts before the model."""
+    """Everything native that an engine owns; ``close`` ends contexts before the model.
+
+    ``shares_core``: a decode needs no second core on this box, so the RPC client's threads may have the engine's.
+    """
 
     spec: EngineSpec
     model: Model
@@ -63,6 +66,7 @@ class Loaded:
     memory_use: dict[str, dict[str, int]]
     notes: list[str] = field(default_factory=list)
     warm_up_tokens: int = 1
+    shares_core: bool = False
     owns_model: bool = True
 
     def close(self) -> None:
@@ -102,9 +106,12 @@ def load(spec: EngineSpec, progress: ProgressSink | None = None) -> Loaded:
         raise
     used = _account(contexts, place)
     # A GPU takes work space at its first full ubatch; on a CPU that would only be a long wait.
-    warm_up_tokens = contexts.n_ubatch if place.devices[-1].kind != DEVICE_CPU else 1
+    on_cpu = place.devices[-1].kind == DEVICE_CPU
+    warm_up_tokens = 1 if on_cpu else contexts.n_ubatch
+    shares_core = bool(spec.endpoints) and not spec.pipeline and (not on_cpu or n_threads(spec.threads) == 1)
     return Loaded(spec, model, contexts.target, _drafter(spec, contexts), layers,
-                  {node: use.to_dict() for node, use in used.by_node.items()}, contexts.notes, warm_up_tokens)
+                  {node: use.to_dict() for node, use in used.by_node.items()}, contexts.notes, warm_up_tokens,
+                  shares_core)
 
 
 def share(loaded: Loaded, spec: EngineSpec) -> Loaded:
@@ -114,7 +121,7 @@ def share(loaded: Loaded, spec: EngineSpec) -> Loaded:
     """
     contexts = _open_contexts(spec, loaded.model)
     return Loaded(spec, loaded.model, contexts.target, _drafter(spec, contexts), loaded.layers, loaded.memory_use,
-                  contexts.notes, owns_model=False)
+                  contexts.notes, shares_core=loaded.shares_core, owns_model=False)
 
 
 def estimate(spec: EngineSpec, place: Placement) -> memory.Estimate:
