@@ -11,6 +11,7 @@ from hydra.errors import ProtocolError
 from hydra.ggml import abi, library
 from hydra.ggml.backend import Backend, pick_device
 from hydra.ggml.library import Ggml
+from hydra.peer import rules
 from hydra.peer.graph import Arena, GraphStore
 from hydra.peer.handles import HandleTable
 from hydra.rpc import messages, wire
@@ -144,6 +145,82 @@ def test_addresses_stay_and_the_number_changes_with_the_content_only() -> None:
     moved = rows.copy()
     moved["data"][5] += np.uint64(4 * N)
     assert local.take(moved) is first and first.moved_only and first._cgraph.uid > number
+    local.close()
+
+
+def renamed(rows: np.ndarray, shift: int) -> np.ndarray:
+    """The same graph under other ids."""
+    result = rows.copy()
+    for name in ("id", "src", "view_src"):
+        result[name] = np.where(rows[name] > 0, rows[name] + np.uint64(shift), rows[name])
+    return result
+
+
+def known(arena: Arena, handles: HandleTable) -> Arena:
+    """As a session leaves it once the rules have passed."""
+    table = arena.table(handles)
+    rules.check_tensors(table)
+    arena.layout = table.layout
+    return arena
+
+
+def test_a_known_graph_under_other_ids_equals_a_rebuild() -> None:
+    """Recognised in the arena that held it and in others, moved or not, and after a buffer was freed."""
+    local = Local()
+    rng = np.random.default_rng(11)
+    rows = local.rows(40)
+    rows["view_src"][9], rows["view_offs"][9], rows["data"][9] = 3, 64, rows["data"][2] + np.uint64(64)
+    rows["ne"][9], rows["nb"][9] = (16, 1, 1, 1), (4, 64, 64, 64)
+    first = known(local.take(rows), local.handles)
+    for turn in range(40):
+        if turn % 9 == 8:
+            local.store.forget()
+        now = renamed(rows, 1000 * (turn + 1))
+        for k in rng.integers(20, 42, 30):
+            now["data"][k] = local.base + int(rng.integers(0, 60)) * 4 * N
+            now["name"][k] = f"n{rng.integers(99)}".encode()
+        arena = local.take(now)
+        assert arena.moved_only and arena.layout is first.layout and arena.changed is not None
+        assert len(arena.changed) == len(rows)
+        fresh = Local.__new__(Local)
+        fresh.__dict__.update(local.__dict__, store=GraphStore(local.ggml, True))
+        rebuilt = fresh.take(now)
+        assert content(arena) == content(rebuilt)
+        for name in ("src", "view_src", "nodes", "buf", "data"):
+            assert np.array_equal(getattr(arena, name), getattr(rebuilt, name))
+    local.close()
+
+
+def test_a_graph_that_differs_in_anything_but_names_is_not_the_known_one() -> None:
+    local = Local()
+    rows = local.rows(40)
+    known(local.take(rows), local.handles)
+    fields = ("type", "ne", "nb", "op", "op_params", "flags", "view_offs", "use_count")
+    for turn, name in enumerate(fields):
+        other = renamed(rows, 1000 * (turn + 1))
+        other[name][7] += 1
+        arena = local.take(other)
+        assert arena.layout is None and not arena.moved_only and arena.changed is None, name
+    for turn, change in enumerate(("source", "no source", "view", "order", "no buffer")):
+        other = renamed(rows, 1000 * (turn + 20))
+        nodes = other["id"][2:].tolist()
+        match change:
+            case "source":
+                other["src"][9, 0] = other["id"][0]
+            case "no source":
+                other["src"][9, 1] = 0
+            case "view":
+                other["view_src"][9] = other["id"][0]
+            case "order":
+                nodes[3], nodes[4] = nodes[4], nodes[3]
+            case "no buffer":
+                other["buffer"][0], other["data"][0] = 0, 0
+        arena = local.take(other, nodes)
+        assert arena.layout is None and not arena.moved_only, change
+    same = renamed(rows, 999_000)
+    same["id"][5] = same["id"][4]
+    with pytest.raises(ProtocolError):
+        local.take(same)
     local.close()
 
 

@@ -69,7 +69,7 @@ def test_a_real_graph_has_a_plan(name: str) -> None:
     plan = plan_of(t)
     for use in plan.uses:
         assert use.limit > 0 and use.size_bytes > 0
-    starts, ends = plan.writes
+    starts, ends = plan.writes()
     assert (starts < ends).all() and (starts[1:] > ends[:-1]).all()
 
 

@@ -293,6 +293,41 @@ def test_a_graph_stays_on_its_device() -> None:
     rules.check_devices(t, np.array([True, False]))
 
 
+@pytest.mark.parametrize("name", fixtures.names()[:6])
+def test_rows_that_moved_are_judged_as_the_whole_graph_is(name: str) -> None:
+    """check_placement of the moved rows alone, after moves good and bad: the verdict of check_placement of all."""
+    t = fixtures.load(name).table()
+    verdict(t)
+    assert t.layout is not None
+    rng = np.random.default_rng(23)
+    refused = 0
+    for turn in range(120):
+        moved = copy(t)
+        rows = np.sort(rng.choice(len(t), int(rng.integers(1, 6)), replace=False))
+        for row in rows:
+            match int(rng.integers(0, 5)):
+                case 0:
+                    moved.data[row] += np.uint64(32)
+                case 1:
+                    moved.data[row] = moved.buf_size[moved.buf[row]] if moved.buf[row] >= 0 else 0
+                case 2:
+                    moved.data[row] = int(rng.integers(0, 2**62))
+                case 3:
+                    moved.data[row] ^= np.uint64(1)
+                case 4:
+                    moved.buf[row] = int(rng.integers(0, len(t.buf_size)))
+        fails = []
+        for which in (None, rows):
+            try:
+                rules.check_placement(moved, t.layout, which)
+                fails.append("")
+            except ProtocolError as error:
+                fails.append(str(error))
+        assert fails[0] == fails[1], turn
+        refused += bool(fails[0])
+    assert 10 < refused < 120
+
+
 def test_every_change_gives_a_topology_another_name_but_a_change_of_place() -> None:
     t = fixtures.load(fixtures.names()[0]).table()
     verdict(t)

@@ -6,9 +6,10 @@ become addresses with one sort and one searchsorted.
 
 Each ``Arena`` holds one graph in memory of its own that never moves: the CUDA backend keys its captured graphs by the
 address of the first node. A message like an arena's last one is compared with it, and only the rows that differ are
-written; addresses and use counts stay. Several arenas are kept per device, so that the few graphs a head alternates
-between (decode, the widths of a verify batch, a prefill ubatch) each keep theirs, and a bound on them is a bound on
-captured graphs.
+written; addresses and use counts stay. A graph that some arena held before under other ids and at other places is
+recognised by comparison, and neither its ids are looked up again nor its operations checked. Several arenas are kept
+per device, so that the few graphs a head alternates between (decode, the widths of a verify batch, a prefill ubatch)
+each keep theirs, and a bound on them is a bound on captured graphs.
 
 The use counts are those on the wire, never recounted: a tensor may be used by another part of the split graph, and
 without them the backends do not fuse operations. Whether a graph is one that a backend may be given is for
@@ -35,7 +36,36 @@ MAX_ARENAS = 8
 # A message that differs from an arena's last one in more rows than this part is built anew, elsewhere if there is room.
 REWRITE_PART = 0.25
 
-_SHAPE_FIELDS = ("ne", "nb", "op_params", "view_offs", "type", "op", "flags")
+_SHAPE_FIELDS = ("ne", "nb", "op_params", "type", "op", "flags")
+
+# The 64-bit fields of an rpc_tensor lie at multiples of 4 bytes, where numpy reads them one by one. Copied out as pairs
+# of 32-bit words they are aligned: the columns of each, in a table of n rows and 74 words.
+_WORDS = wire.TENSOR_SIZE // 4
+
+
+def _columns(name: str) -> slice:
+    field, offset = wire.RPC_TENSOR.fields[name][:2]  # type: ignore[index]
+    return slice(offset // 4, (offset + field.itemsize) // 4)
+
+
+_PLACES = {name: _columns(name) for name in ("buffer", "data", "name")}
+_IDS = {name: _columns(name) for name in ("id", "src", "view_src")}
+# Words that say what a tensor is: all but where it lies, its name, and which numbers stand for it and its sources.
+_KIND = np.ones(_WORDS, dtype=bool)
+for _span in (*_PLACES.values(), *_IDS.values()):
+    _KIND[_span] = False
+# ... and those that say what it is among the tensors of a message whose ids are those of the message before.
+_SHAPE = _KIND.copy()
+for _span in _IDS.values():
+    _SHAPE[_span] = True
+
+
+def _u64(words: np.ndarray, at: slice | np.ndarray, name: str) -> np.ndarray:
+    """A 64-bit field of some rows as an aligned copy: u64[m] or u64[m, k]. words: u64, 37 a row."""
+    rows = words.view(np.uint32).reshape(-1, _WORDS)
+    span = _IDS.get(name) or _PLACES.get(name) or _columns(name)
+    copy = np.ascontiguousarray(rows[at, span]).view(np.uint64)
+    return copy if copy.shape[1] > 1 else copy[:, 0]
 
 
 class Arena:
@@ -63,13 +93,16 @@ class Arena:
         self.buf = np.full(n_tensors, -1, dtype=np.int64)
         self.data = np.zeros(n_tensors, dtype=np.uint64)
         self.nodes = np.zeros(n_nodes, dtype=np.int64)
+        self._ids: np.ndarray = np.zeros(0, dtype=np.uint64)
         self._sorted_ids: np.ndarray = np.zeros(0, dtype=np.uint64)
         self._order: np.ndarray = np.zeros(0, dtype=np.int64)
+        self._all_rows = np.arange(n_tensors)
         self.changed: np.ndarray | None = None
         self.indices: IndexPlan | None = None
         self.built = False
         self.moved_only = False
         self.layout: Layout | None = None
+        self._table = self._make_table()
         self._ctx = 0
         self._make_graph(n_nodes, n_tensors)
 
@@ -106,54 +139,91 @@ class Arena:
         rows = at // wire.TENSOR_WORDS
         return rows[np.flatnonzero(np.diff(rows, prepend=-1))]
 
-    def update(self, node_ids: np.ndarray, words: np.ndarray, changed: np.ndarray | None, handles: HandleTable) -> None:
+    def held(self, node_ids: np.ndarray, words: np.ndarray) -> bool:
+        """Whether a message is the graph that was last here, but for its ids, its places and its names.
+
+        It is then as right as that one in all that the rules ask of a topology.
+        """
+        if self.layout is None:
+            return False
+        new, old = (rows.view(np.uint32).reshape(-1, _WORDS) for rows in (words, self._words))
+        if (new != old).any(0)[_KIND].any():
+            return False
+        ids = np.append(_u64(words, slice(None), "id"), np.uint64(0))  # the position -1 finds the id 0
+        return (
+            np.array_equal(ids[self.nodes], node_ids)
+            and np.array_equal(ids[self.src], _u64(words, slice(None), "src"))
+            and np.array_equal(ids[self.view_src], _u64(words, slice(None), "view_src"))
+            and np.array_equal(_u64(words, slice(None), "buffer") == 0, _u64(self._words, slice(None), "buffer") == 0)
+        )
+
+    def update(
+        self,
+        node_ids: np.ndarray,
+        words: np.ndarray,
+        changed: np.ndarray | None,
+        handles: HandleTable,
+        like: Arena | None = None,
+    ) -> None:
         """Writes a message in: the rows ``changed``, or (None) all of them.
 
+        like: an arena whose graph this is, but for ids, places and names (``held``); it may be this one.
         Raises: ProtocolError for ids, handles or addresses that do not resolve; the arena is then not to be used again.
         """
         if changed is not None and len(changed):
-            new = words.view(wire.RPC_TENSOR)[changed]
-            if not np.array_equal(new["id"], self.rows["id"][changed]):
-                changed = None
+            new = words.reshape(-1, wire.TENSOR_WORDS)[changed]
+            kept = self._words.reshape(-1, wire.TENSOR_WORDS)
+            old = kept[changed]
+            if (new[:, 0] != old[:, 0]).any():
+                changed = None  # other ids
             else:
-                old = self.rows[changed]
-                self.moved_only = bool(
-                    np.array_equal(_shapes(old), _shapes(new))
-                    and np.array_equal(old["buffer"] == 0, new["buffer"] == 0)
+                differs = (new.view(np.uint32) != old.view(np.uint32)).any(0)
+                self.moved_only = not differs[_SHAPE].any() and (
+                    not differs[_PLACES["buffer"]].any()
+                    or np.array_equal(_u64(old, slice(None), "buffer") == 0, _u64(new, slice(None), "buffer") == 0)
                 )
-                self.rows[changed] = new
+                kept[changed] = new
+                if not self.moved_only:
+                    self.layout = None
         if changed is None:
-            self.moved_only = False
             self.built = False
             self._words[:] = words
             self._node_ids[:] = node_ids
             self._index_ids()
-        self.changed = changed
+            self.moved_only = like is self
+            if like is None:
+                self.nodes[:] = self._positions(self._node_ids, "node")
+                if len(self.nodes) and self.nodes.min() < 0:
+                    raise ProtocolError("A node of the graph has the id 0, which means none.")
+                self.layout = None
+            elif like is not self:
+                self.nodes[:], self.src[:], self.view_src[:] = like.nodes, like.src, like.view_src
+                self.layout = like.layout
+        self.changed = self._all_rows if changed is None and like is not None else changed
         if changed is None or len(changed):
             at = slice(None) if changed is None else changed
             self._write_places(at, handles)
             if not self.moved_only:
-                self._write_shapes(at)
+                self._write_shapes(at, find_sources=like is None)
             self._write_graph(changed)
+            self.moved_only |= like is not None
             self.built = True
 
     def _index_ids(self) -> None:
-        ids = self.rows["id"].copy()
+        self._ids = ids = _u64(self._words, slice(None), "id")
         self._order = np.argsort(ids, kind="stable")
         self._sorted_ids = ids[self._order]
         if len(ids) and self._sorted_ids[0] == 0:
             raise ProtocolError("A tensor of the graph has the id 0, which means none.")
         if (self._sorted_ids[1:] == self._sorted_ids[:-1]).any():
             raise ProtocolError("Two tensors of the graph have the same id.")
-        self.nodes[:] = self._positions(self._node_ids, "node")
-        if len(self.nodes) and self.nodes.min() < 0:
-            raise ProtocolError("A node of the graph has the id 0, which means none.")
 
     def _positions(self, ids: np.ndarray, what: str) -> np.ndarray:
         """Positions of ids in the table, -1 for id 0."""
         result = np.full(ids.shape, -1, dtype=np.int64)
-        at = np.nonzero(ids)
-        wanted = ids[at]
+        flat, places = ids.ravel(), result.ravel()
+        at = np.flatnonzero(flat)
+        wanted = flat[at]
         if not len(wanted):
             return result
         where = np.searchsorted(self._sorted_ids, wanted)
@@ -161,33 +231,37 @@ class Arena:
         unknown = self._sorted_ids[where] != wanted
         if unknown.any():
             raise ProtocolError(f"The graph names {what} {int(wanted[unknown][0]):#x}, which it does not carry.")
-        result[at] = self._order[where]
+        places[at] = self._order[where]
         return result
 
     def _write_places(self, at: slice | np.ndarray, handles: HandleTable) -> None:
         """Where the tensors of some rows lie, and their names."""
-        rows = self.rows[at]
-        self.buf[at], self.data[at] = buf, data = handles.resolve(rows["buffer"].copy(), rows["data"].copy())
-        none = buf < 0
+        buf, data = handles.resolve(_u64(self._words, at, "buffer"), _u64(self._words, at, "data"))
+        self.buf[at], self.data[at] = buf, data
         real = handles.real_base[buf] + data
-        real[none] = 0
         ggml_buffer = handles.ggml[buf]
-        ggml_buffer[none] = 0
+        none = buf < 0
+        if none.any():
+            real[none] = 0
+            ggml_buffer[none] = 0
         columns = self.tensors
         columns["buffer"][at] = ggml_buffer
         columns["data"][at] = real
-        columns["name"][at] = rows["name"]
+        columns["name"][at] = self.rows["name"][at]
 
-    def _write_shapes(self, at: slice | np.ndarray) -> None:
+    def _write_shapes(self, at: slice | np.ndarray, *, find_sources: bool) -> None:
         """All else of some rows."""
-        rows = self.rows[at]
-        self.src[at] = src = self._positions(rows["src"], "source")
-        self.view_src[at] = view_src = self._positions(rows["view_src"], "view source")
+        if find_sources:
+            self.src[at] = self._positions(_u64(self._words, at, "src"), "source")
+            self.view_src[at] = self._positions(_u64(self._words, at, "view_src"), "view source")
+        rows, src, view_src = self.rows[at], self.src[at], self.view_src[at]
         columns = self.tensors
         for name in _SHAPE_FIELDS:
             columns[name][at] = rows[name]
-        columns["src"][at] = np.where(src < 0, np.uint64(0), self._addresses[src])
-        columns["view_src"][at] = np.where(view_src < 0, np.uint64(0), self._addresses[view_src])
+        columns["view_offs"][at] = _u64(self._words, at, "view_offs")
+        addresses = np.append(self._addresses, np.uint64(0))  # the position -1 is the address 0
+        columns["src"][at] = addresses[src]
+        columns["view_src"][at] = addresses[view_src]
 
     def _write_graph(self, changed: np.ndarray | None) -> None:
         if not self._private_layout:
@@ -214,7 +288,12 @@ class Arena:
         self._cgraph.uid = self.ggml.ggml_graph_next_uid()
 
     def table(self, handles: HandleTable) -> TensorTable:
-        """The graph as the rules see it; the columns are views, good until the next update."""
+        """The graph as the rules see it; the columns are views, and show the next update too."""
+        self._table.buf_size = handles.size[: handles.count]
+        self._table.layout = None
+        return self._table
+
+    def _make_table(self) -> TensorTable:
         t = self.tensors
         return TensorTable(
             type=t["type"].view(np.uint32),
@@ -228,7 +307,7 @@ class Arena:
             view_offs=t["view_offs"],
             buf=self.buf,
             data=self.data,
-            buf_size=handles.size[: handles.count],
+            buf_size=np.zeros(0, dtype=np.uint64),
             nodes=self.nodes,
             use_count=self.rows["use_count"],
             wire_widths=True,
@@ -249,7 +328,6 @@ class GraphStore:
         self.max_arenas = max_arenas
         self.arenas: list[Arena] = []
         self.last: Arena | None = None
-        self._scratch = abi.aligned_bytes(0)
 
     def take(self, payload: memoryview, handles: HandleTable) -> Arena:
         """The arena that now holds the graph of a GRAPH_COMPUTE payload (everything after the 9-byte header).
@@ -269,18 +347,20 @@ class GraphStore:
                 best, best_rows = arena, rows
                 if len(rows) <= REWRITE_PART * n_tensors:
                     break
+        like = None
         if best is None or best_rows is None or len(best_rows) > REWRITE_PART * n_tensors:
             best, best_rows = self._free_arena(shape), None
+            same = [best, *(arena for arena in self.arenas if arena.shape == shape and arena is not best)]
+            like = next((arena for arena in same if arena.held(node_ids, words)), None)
         self.arenas.remove(best)
-        best.update(
-            node_ids, words, best_rows, handles
-        )  # an arena that this fails in is gone, and so is the connection
+        # An arena that this fails in is gone, and so is the connection.
+        best.update(node_ids, words, best_rows, handles, like)
         self.arenas.insert(0, best)
         self.last = best
         return best
 
     def _parse(self, payload: memoryview) -> tuple[np.ndarray, np.ndarray, int]:
-        """(node ids u64[k], tensor rows as u64 words, n_tensors); the rows in aligned memory, good until the next."""
+        """(node ids u64[k], tensor rows as u64 words, n_tensors), both where they lie in the payload."""
         _, n_nodes = wire.GRAPH_HEAD.unpack_from(payload)
         at = wire.GRAPH_HEAD.size + 8 * n_nodes
         if n_nodes > wire.MAX_GRAPH_TENSORS or len(payload) < at + 4:
@@ -293,13 +373,8 @@ class GraphStore:
             )
         if not n_nodes or n_nodes > n_tensors:
             raise ProtocolError(f"GRAPH_COMPUTE has {n_nodes} nodes and {n_tensors} tensors.")
-        node_ids = np.frombuffer(payload, dtype="<u8", count=n_nodes, offset=8).copy()
-        size = n_tensors * wire.TENSOR_SIZE
-        if len(self._scratch) < size:
-            self._scratch = abi.aligned_bytes(size + size // 4)
-        words = self._scratch[:size]
-        words[:] = np.frombuffer(payload, dtype=np.uint8, offset=at + 4)
-        return node_ids, words.view(np.uint64), n_tensors
+        node_ids = np.frombuffer(payload, dtype="<u8", count=n_nodes, offset=8)
+        return node_ids, np.frombuffer(payload, dtype="<u8", offset=at + 4), n_tensors
 
     def _free_arena(self, shape: tuple[int, int]) -> Arena:
         same = [arena for arena in self.arenas if arena.shape == shape]
@@ -325,14 +400,3 @@ class GraphStore:
         for arena in self.arenas:
             arena.close()
         self.arenas.clear()
-
-
-# Bytes of an rpc_tensor that say what a tensor is: all but its buffer, data and name.
-_SHAPE_BYTES = np.ones(wire.TENSOR_SIZE, dtype=bool)
-for _name, _size in (("buffer", 8), ("data", 8), ("name", wire.MAX_NAME)):
-    _offset = wire.RPC_TENSOR.fields[_name][1]  # type: ignore[index]
-    _SHAPE_BYTES[_offset : _offset + _size] = False
-
-
-def _shapes(rows: np.ndarray) -> np.ndarray:
-    return rows.view(np.uint8).reshape(len(rows), wire.TENSOR_SIZE)[:, _SHAPE_BYTES]

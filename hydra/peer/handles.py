@@ -20,6 +20,7 @@ from hydra.ggml.backend import Buffer
 BASE_ALIGNMENT = 1 << 21  # more than any backend asks for
 _FIRST_BASE = 1 << 44
 _GUARD = 1 << 32
+_NOWHERE = np.uint64(1 << 63)  # the base of a freed buffer: no address lies in its 0 bytes
 MAX_BUFFERS = 4096
 
 
@@ -77,7 +78,9 @@ class HandleTable:
     def pop(self, handle: int) -> Buffer:
         buffer, _ = self.get(handle)
         del self.buffers[handle]
-        self.live[handle - self.first] = False
+        index = handle - self.first
+        self.live[index] = False
+        self.fake_base[index], self.size[index] = _NOWHERE, 0
         self._measure()
         return buffer
 
@@ -99,6 +102,16 @@ class HandleTable:
         handles, data: u64[n] as on the wire. A zero handle is a tensor without memory; its data must be zero too.
         Raises: ProtocolError for an unknown handle, or an address outside of every buffer.
         """
+        index = handles - np.uint64(self.first)  # wraps for smaller numbers, and is then out of range
+        if (index < self.count).all():
+            index = index.view(np.int64)
+            offset = data - self.fake_base[index]  # wraps for an address before the base
+            if (offset <= self.size[index]).all():
+                return index, offset
+        return self._resolve_slowly(handles, data)
+
+    def _resolve_slowly(self, handles: np.ndarray, data: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """With tensors without memory among them, or a wrong one to be named."""
         none = handles == 0
         index = handles - np.uint64(self.first)  # wraps for smaller numbers, and is then out of range
         index = np.where(none, np.uint64(0), index)

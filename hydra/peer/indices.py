@@ -63,14 +63,19 @@ class IndexUse:
 
 @dataclass
 class IndexPlan:
-    """What must hold at every launch of one graph, and which places it writes: i64[2, m], starts and ends in order."""
+    """What must hold at every launch of one graph, and which places it writes: from start to end, i64[m] each."""
 
     uses: list[IndexUse]
-    writes: NDArray[np.int64]
+    start: NDArray[np.int64]
+    end: NDArray[np.int64]
     version: int = -1
     spoils: list[Note] = field(default_factory=list)
     sources: list[tuple[IndexUse, Note]] = field(default_factory=list)
     unknown: bool = True
+
+    def writes(self) -> NDArray[np.int64]:
+        """The places written, as starts and ends in order that do not touch: i64[2, k]."""
+        return _joined(self.start, self.end)
 
 
 class Note:
@@ -202,7 +207,10 @@ class IndexGuard:
             if note is not None:
                 plan.sources.append((use, note))
         plan.unknown = len(plan.sources) < len(plan.uses)
-        starts, ends = plan.writes
+        plan.spoils = []
+        if not self._notes:
+            return
+        starts, ends = plan.writes()
         plan.spoils = [
             note
             for note in self._notes
@@ -270,7 +278,7 @@ def plan(t: TensorTable, layout: Layout, beyond: dict[int, int] | None = None) -
     end = start + length[paths.computing]
     _check_windows(t, paths, place, layout.extent, start, end)
     uses = [replace(use, place=int(place[use.place])) for use in paths.uses]
-    return IndexPlan(_merged(uses), _joined(start, end))
+    return IndexPlan(_merged(uses), start, end)
 
 
 def _paths(t: TensorTable, layout: Layout) -> _Paths:

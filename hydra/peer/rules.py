@@ -193,14 +193,17 @@ def check_tensors(t: TensorTable) -> None:
     check_placement(t, t.layout)
 
 
-def check_placement(t: TensorTable, layout: Layout) -> None:
+def check_placement(t: TensorTable, layout: Layout, rows: Ints | None = None) -> None:
     """Where the tensors lie, all else being known to be right: inside their buffers, aligned, views where their source
     is.
 
-    A topology that passed check_graph before needs no more than this. Raises: ProtocolError.
+    A topology that passed check_graph before needs no more than this. rows: those that moved since all were last known
+    to be right. Raises: ProtocolError.
     """
-    n = len(t)
     has_buffer = t.buf >= 0
+    if len(t.buf_size) and _placed(t, layout, has_buffer, rows):
+        return
+    n = len(t)  # once more, one question at a time, for what to say
     _refuse(t, t.buf < len(t.buf_size), "its buffer is unknown")
     _refuse(t, has_buffer | (t.data == 0), "it has an address but no buffer")
     room = t.buf_size[t.buf] if len(t.buf_size) else np.zeros(n, np.uint64)
@@ -219,6 +222,71 @@ def check_placement(t: TensorTable, layout: Layout) -> None:
     root = np.where(is_view, t.view_src, np.arange(n))
     same_place = (t.buf == t.buf[root]) & (~has_buffer | (t.data - np.where(is_view, t.view_offs, 0) == t.data[root]))
     _refuse(t, same_place, "it does not lie where the tensor that it is a view of puts it")
+
+
+@dataclass(frozen=True)
+class _Needs:
+    """What check_placement compares places with, from the layout alone; n rows, but views and roots, which are m."""
+
+    extent: NDArray[np.uint64]
+    room: NDArray[np.uint64]  # bytes that the buffer has at least
+    unaligned: NDArray[np.uint64]  # bits of an offset that must be 0
+    views: Ints
+    roots: Ints
+    offsets: NDArray[np.uint64]
+    view_at: Ints  # where a row is among the views, or -1
+    has_views: Mask  # somebody is a view of it
+
+
+def _needs(t: TensorTable, layout: Layout) -> _Needs:
+    known: _Needs | None = layout.memo.get("needs")
+    if known is None:
+        views = np.flatnonzero(t.view_src >= 0)
+        has_views = np.zeros(len(t), np.bool_)
+        has_views[t.view_src[views]] = True
+        view_at = np.full(len(t), -1)
+        view_at[views] = np.arange(len(views))
+        # Sizes of types whose block is one element are powers of two; of the others no alignment is asked.
+        unaligned = np.where(BLOCK_SIZE[layout.type] > 1, 0, layout.type_size - 1).astype(np.uint64)
+        known = layout.memo["needs"] = _Needs(
+            extent=layout.extent.astype(np.uint64),
+            room=np.maximum(layout.packed, (layout.nb.max(1) + 1) // 2).astype(np.uint64),
+            unaligned=unaligned,
+            views=views,
+            roots=t.view_src[views],
+            offsets=t.view_offs[views].copy(),
+            view_at=view_at,
+            has_views=has_views,
+        )
+    return known
+
+
+def _placed(t: TensorTable, layout: Layout, has_buffer: Mask, rows: Ints | None) -> bool:
+    """check_placement as one yes or no; a no may also be that it takes a closer look."""
+    needs = _needs(t, layout)
+    at: slice | Ints = slice(None)
+    views, roots, offsets = needs.views, needs.roots, needs.offsets
+    if rows is not None and len(rows) < len(t) and not needs.has_views[rows].any():
+        at = rows
+        which = needs.view_at[at]
+        which = which[which >= 0]
+        views, roots, offsets = views[which], roots[which], offsets[which]
+    buf, data = t.buf[at], t.data[at]
+    if not len(buf):
+        return True
+    if buf.min() < -1 or buf.max() >= len(t.buf_size):
+        return False
+    room = t.buf_size[buf]
+    # Neither addend reaches 2^62: the extent was checked to, and an offset is inside its buffer.
+    inside = (data <= room) & (data + needs.extent[at] <= room) & (needs.room[at] <= room)
+    if not inside.all() and not (inside | (~has_buffer[at] & (data == 0))).all():
+        return False
+    if (data & needs.unaligned[at]).any():
+        return False
+    if not len(views):
+        return True
+    apart = (t.data[views] - offsets != t.data[roots]) & has_buffer[views]
+    return not apart.any() and bool((t.buf[views] == t.buf[roots]).all())
 
 
 def check_graph(t: TensorTable) -> None:

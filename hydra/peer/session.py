@@ -332,7 +332,7 @@ class Session(Transfers):
         table.is_cpu = backend.is_cpu
         known = self.shared.topologies
         if arena.moved_only and arena.layout is not None:
-            rules.check_placement(table, arena.layout)
+            rules.check_placement(table, arena.layout, arena.changed)
             return
         key = (index, rules.topology_key(table))
         arena.layout = known.get(key)
