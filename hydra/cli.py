@@ -136,6 +136,27 @@ def init_command(
     init.run(output, init.Answers(model, head, peer, role), force=force, ask=ask)
 
 
+@app.command("pull")
+def pull_command(
+    model: Annotated[str, typer.Argument(
+        help="owner/repo/file.gguf, owner/repo:QUANT (such as :Q5_K_M), or its web address.")],
+    config: ConfigFile = None,
+    to: Annotated[str, typer.Option("--to", metavar="FOLDER", show_default=False,
+                                    help="Where to; else where hydra.toml has its model, else ./models.")] = "",
+    revision: Annotated[str, typer.Option("--revision", metavar="NAME", show_default=False,
+                                          help="Branch, tag or commit; else the newest.")] = "",
+    use: Annotated[bool, typer.Option("--use", help="Write its path into hydra.toml.")] = False,
+    verify: Annotated[bool, typer.Option("--verify", help="Check the sum of what is there already, too.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Fetch and replace what is there already.")] = False,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Fetch a model from Hugging Face, all its parts, checked; the same command goes on after a break."""
+    from .commands import pull
+
+    pull.run(model, config, to, revision, force=force, verify=verify, use=use, as_json=as_json)
+
+
 @app.command("up")
 def up_command(
     config: ConfigFile = None,

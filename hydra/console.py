@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress
 
+NARROW = 60  # columns
 LINE_EVERY_S = 2.0  # progress where there is no terminal: a line at most this often
 
 
@@ -228,23 +229,25 @@ def seconds_text(seconds: float) -> str:
 class Loading:
     """Load progress: a bar on a terminal, otherwise a line now and then, given to `say`."""
 
-    def __init__(self, say: Callable[[str], object], clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, say: Callable[[str], object], clock: Callable[[], float] = time.monotonic,
+                 every_s: float = LINE_EVERY_S) -> None:
         self._say = say
         self._clock = clock
+        self._every_s = every_s
         self._bar: Progress | None = None
         self._last_s = float("-inf")
         self._last_stage = ""
 
     def update(self, stage: str, *, node: str = "", layers_done: int = 0, layers_total: int = 0, bytes_done: int = 0,
-               bytes_total: int = 0, eta_s: float | None = None) -> None:
-        """The newest state of the load, as the engine's progress frames have it."""
+               bytes_total: int = 0, eta_s: float | None = None, rate: float = 0.0) -> None:
+        """The newest state of the load, as the engine's progress frames have it. rate: bytes a second."""
         said = describe(stage, node=node, layers_done=layers_done, layers_total=layers_total, bytes_done=bytes_done,
-                        bytes_total=bytes_total, eta_s=eta_s)
+                        bytes_total=bytes_total, eta_s=eta_s, rate=rate)
         if err().is_terminal:
             self._draw(said, bytes_done, bytes_total)
             return
         now = self._clock()
-        if stage != self._last_stage or now - self._last_s >= LINE_EVERY_S:
+        if stage != self._last_stage or now - self._last_s >= self._every_s:
             self._last_s, self._last_stage = now, stage
             self._say(said)
 
@@ -252,13 +255,18 @@ class Loading:
         from rich.progress import BarColumn, Progress, TextColumn
 
         if self._bar is None:
-            self._bar = Progress(TextColumn("{task.description}"), BarColumn(bar_width=20),
-                                 TextColumn("{task.fields[percent]}"), console=err(), transient=True,
-                                 refresh_per_second=5)
+            # Where there is little room the words are worth more than the bar.
+            bar = [BarColumn(bar_width=20)] if err().width >= NARROW else []
+            self._bar = Progress(TextColumn("{task.description}"), *bar, TextColumn("{task.fields[percent]}"),
+                                 console=err(), transient=True, refresh_per_second=5)
             self._bar.add_task(said, total=None, percent="")
             self._bar.start()
         self._bar.update(self._bar.task_ids[0], description=said, total=total or None, completed=done,
                          percent=f"{100 * done / total:.0f} %" if total else "")
+
+    def say(self, text: str) -> None:
+        """A line of its own, above the bar where there is one."""
+        self._say(text)
 
     def close(self) -> None:
         if self._bar is not None:
@@ -273,13 +281,15 @@ class Loading:
 
 
 def describe(stage: str, *, node: str = "", layers_done: int = 0, layers_total: int = 0, bytes_done: int = 0,
-             bytes_total: int = 0, eta_s: float | None = None) -> str:
-    """`loading mini · 12/25 layers · 3.2/8.1 GB · 0:41 left`."""
-    parts = [f"{stage} {node}".strip()]
+             bytes_total: int = 0, eta_s: float | None = None, rate: float = 0.0) -> str:
+    """`loading mini · 12/25 layers · 3.2 GB of 8.1 GB · 112.0 MB/s · 0:41 left`."""
+    parts = [what] if (what := f"{stage} {node}".strip()) else []
     if layers_total:
         parts.append(f"{layers_done}/{layers_total} layers")
     if bytes_total:
         parts.append(f"{bytes_text(bytes_done)} of {bytes_text(bytes_total)}")
+    if rate:
+        parts.append(f"{bytes_text(rate)}/s")
     if eta_s is not None:
         parts.append(f"{seconds_text(eta_s)} left")
     return " · ".join(parts)

@@ -15,7 +15,7 @@ PACKAGE = Path(__file__).parent.parent / "hydra"
 # below its own, and from SAME at its own level. A new module has to be given its place here.
 LEVELS = [
     {"errors", "__init__"},
-    {"keys", "config", "nodes", "model_file", "embedded", "console", "security", "service", "rpc", "ggml"},
+    {"keys", "config", "nodes", "model_file", "embedded", "hub", "console", "security", "service", "rpc", "ggml"},
     {"plan", "link"},
     {"peer", "head"},
     {"api", "doctor", "bench"},
@@ -79,7 +79,7 @@ def modules_after(*arguments: str) -> set[str]:
 def test_help_loads_nothing_heavy(arguments):
     loaded = modules_after(*arguments)
     for heavy in ("llama_cpp", "numpy", "rich", "starlette", "uvicorn", "httpx", "prompt_toolkit", "psutil", "asyncio",
-                  "gguf", "cryptography"):
+                  "gguf", "cryptography", "huggingface_hub", "httpx2"):
         assert heavy not in loaded, f"hydra {' '.join(arguments)} imports {heavy}"
 
 

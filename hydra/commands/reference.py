@@ -49,7 +49,7 @@ one line that says what happened and one that says what to do; `--debug` adds th
 | 4 | a compute device is missing, out of memory or failed |
 | 5 | something about the other box: not reachable, another version |
 | 6 | bytes on the wire that the protocol does not allow |
-| 7 | a model file that cannot be read, split or fitted |
+| 7 | a model file that cannot be fetched, read, split or fitted |
 | 8 | the engine failed |
 | 9 | one request cannot be served |
 | 70 | a bug of hydra |
