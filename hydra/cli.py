@@ -272,9 +272,12 @@ def chat_command(
     seed: Annotated[int | None, typer.Option("--seed", metavar="N", help="Repeats an answer.")] = None,
     max_tokens: Annotated[int | None, typer.Option("--max-tokens", "-n", metavar="N",
                                                    help="Longest answer, in tokens.")] = None,
-    think: Annotated[bool, typer.Option("--think/--hide-think",
-                                        help="Show the model's reasoning, on a terminal.")] = True,
-    stats: Annotated[bool, typer.Option("--stats", help="Figures after an answer, on stderr.")] = False,
+    think: Annotated[bool, typer.Option("--think/--hide-think", help="Show the model's reasoning on a terminal, or a "
+                                                                     "line about it (Ctrl-T: the other).")] = True,
+    plain: Annotated[bool, typer.Option("--plain", help="Answers as they are, without Markdown drawn.")] = False,
+    stats: Annotated[bool | None, typer.Option("--stats/--no-stats", show_default=False,
+                                               help="Figures after an answer, on stderr; a conversation shows them "
+                                                    "anyway.")] = None,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
@@ -283,7 +286,8 @@ def chat_command(
 
     params = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p, "seed": seed,
               "max_tokens": max_tokens}
-    chat.run(prompt, config, url, system, params, think=think, stats=stats, as_json=as_json)
+    chat.run(prompt, config, url, system, params, think=think, stats=stats, plain=plain,
+             as_json=as_json)
 
 
 @app.command("ps")

@@ -12,16 +12,24 @@ END = {"finish_reason": "stop", "timings": {"prompt_per_second": 504.04, "predic
                                              "draft_n_accepted": 7, "n_ctx": 1000, "context_n": 120}}
 
 
+GATE_S = 30.0  # a stream does not wait longer for a test that has failed
+
+
 class Head:
-    """Answers as `health` and `script` say; keeps what it was asked."""
+    """Answers as `health` and `script` say; keeps what it was asked.
+
+    script: events (a dict), lines of the stream (a text), and gates (a threading.Event) at which the stream waits until
+    the test has seen what it wants to see.
+    """
 
     def __init__(self) -> None:
         self.health: list[dict[str, Any]] = [READY]
-        self.script: list[str | dict[str, Any]] = []
+        self.script: list[str | dict[str, Any] | threading.Event] = []
         self.status = 200
         self.refusal: dict[str, Any] = {}
         self.asked: list[dict[str, Any]] = []
         self.keys: list[str | None] = []
+        self.hung_up = threading.Event()
         outer = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -36,8 +44,18 @@ class Head:
                 if outer.status != 200:
                     self.reply(outer.status, json.dumps(outer.refusal))
                     return
-                lines = [item if isinstance(item, str) else f"data: {json.dumps(item)}" for item in outer.script]
-                self.reply(200, "".join(f"{line}\n\n" for line in [*lines, "data: [DONE]"]))
+                self.send_response(200)
+                self.end_headers()
+                try:
+                    for item in [*outer.script, "data: [DONE]"]:
+                        if isinstance(item, threading.Event):
+                            item.wait(GATE_S)
+                            continue
+                        line = item if isinstance(item, str) else f"data: {json.dumps(item)}"
+                        self.wfile.write(f"{line}\n\n".encode())
+                        self.wfile.flush()
+                except OSError:
+                    outer.hung_up.set()
 
             def reply(self, status: int, body: str) -> None:
                 self.send_response(status)
@@ -50,13 +68,35 @@ class Head:
 
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.server.server_port}"
+        self.server.daemon_threads = True
         self.thread = threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.02})
         self.thread.start()
+
+    def close(self) -> None:
+        self.server.shutdown()
+        self.thread.join()
+        self.server.server_close()
 
     def says(self, *texts: str, reasoning: str = "") -> None:
         self.script = [{"choices": [{"delta": {"role": "assistant", "content": ""}}]}]
         if reasoning:
-            self.script.append({"choices": [{"delta": {"reasoning_content": reasoning}}]})
-        self.script += [{"choices": [{"delta": {"content": text}}]} for text in texts]
-        self.script += [{"choices": [{"delta": {}, "finish_reason": "stop"}], "timings": END["timings"]},
-                        {"choices": [], "usage": {"completion_tokens": len(texts)}}]
+            self.script.append(thought(reasoning))
+        self.script += [said(text) for text in texts]
+        self.script += ending(len(texts))
+
+
+def said(text: str) -> dict[str, Any]:
+    """An event with a piece of an answer."""
+    return {"choices": [{"delta": {"content": text}}]}
+
+
+def thought(text: str, total_tokens: int = 0) -> dict[str, Any]:
+    """An event with a piece of reasoning, and how many tokens there were so far."""
+    counted = {"timings": {"predicted_n": total_tokens}} if total_tokens else {}
+    return {"choices": [{"delta": {"reasoning_content": text}}], **counted}
+
+
+def ending(tokens: int = 1, reason: str = "stop") -> list[dict[str, Any]]:
+    """The events at an answer's end."""
+    return [{"choices": [{"delta": {}, "finish_reason": reason}], "timings": END["timings"]},
+            {"choices": [], "usage": {"completion_tokens": tokens}}]

@@ -22,12 +22,18 @@ SILENCE_S = 120.0
 
 @dataclass
 class Piece:
-    """Something of an answer. `note`: why nothing comes just now, in words. `end`: finish_reason, usage and timings."""
+    """Something of an answer. `tokens`: of the answer so far, 0 where the head does not say. `note`: why nothing comes
+    just now, as /health says it. `end`: finish_reason, usage and timings."""
 
     text: str = ""
     reasoning: str = ""
-    note: str = ""
+    tokens: int = 0
+    note: dict[str, Any] = field(default_factory=dict)
     end: dict[str, Any] = field(default_factory=dict)
+
+
+class ContextFull(RequestError):
+    """The conversation has grown larger than the head's context."""
 
 
 class HeadClient:
@@ -39,9 +45,9 @@ class HeadClient:
         self._http = httpx.Client(base_url=self.url, headers=headers, trust_env=False,
                                   timeout=httpx.Timeout(SILENCE_S, connect=CONNECT_S))
 
-    def health(self) -> dict[str, Any]:
+    def health(self, timeout_s: float = CONNECT_S) -> dict[str, Any]:
         """The head's /health, ready or not. Raises: PeerUnreachable."""
-        return self._get("/health")[1]
+        return self._get("/health", timeout_s)[1]
 
     def status(self) -> dict[str, Any]:
         """All that the head knows of its nodes and requests. Raises: PeerUnreachable, RequestError."""
@@ -50,9 +56,9 @@ class HeadClient:
             raise _refused(code, json.dumps(body).encode(), self.url)
         return body
 
-    def _get(self, path: str) -> tuple[int, dict[str, Any]]:
+    def _get(self, path: str, timeout_s: float = CONNECT_S) -> tuple[int, dict[str, Any]]:
         try:
-            reply = self._http.get(path, timeout=CONNECT_S)
+            reply = self._http.get(path, timeout=timeout_s)
             body = reply.json()
         except httpx.HTTPError as error:
             raise self._unreachable(error) from error
@@ -65,7 +71,8 @@ class HeadClient:
 
     def chat(self, messages: list[dict[str, str]], params: dict[str, Any]) -> Generator[Piece, None, None]:
         """Stream one answer; closing the iterator cancels it on the head. Raises: HydraError."""
-        request = {"messages": messages, **params, "stream": True, "stream_options": {"include_usage": True}}
+        request = {"messages": messages, **params, "stream": True, "stream_options": {"include_usage": True},
+                   "timings_per_token": True}
         end: dict[str, Any] = {}
         try:
             with self._http.stream("POST", "/v1/chat/completions", json=request) as reply:
@@ -105,34 +112,49 @@ def _pieces(event: dict[str, Any], end: dict[str, Any]) -> Iterator[Piece]:
     """The pieces of one event; what belongs to the end is put into `end`."""
     if "error" in event:
         error = event["error"] if isinstance(event["error"], dict) else {"message": str(event["error"])}
-        raise EngineError(str(error.get("message") or "The head gave up on this answer."))
+        raise _error(error, 400 if error.get("type") == "invalid_request_error" else 500)
     end.update({key: event[key] for key in ("usage", "timings") if event.get(key)})
     for choice in event.get("choices") or ():
         delta = choice.get("delta") or {}
         if choice.get("finish_reason"):
             end["finish_reason"] = choice["finish_reason"]
         if delta.get("reasoning_content"):
-            yield Piece(reasoning=delta["reasoning_content"])
+            yield Piece(reasoning=delta["reasoning_content"], tokens=_predicted(event))
         if delta.get("content"):
             yield Piece(text=delta["content"])
 
 
-def _note(text: str) -> str:
+def _predicted(event: dict[str, Any]) -> int:
+    """Tokens of the answer so far. Source: llama-server's `timings_per_token`."""
+    timings = event.get("timings")
+    return int(timings.get("predicted_n") or 0) if isinstance(timings, dict) else 0
+
+
+def _note(text: str) -> dict[str, Any]:
     try:
         note = json.loads(text)
-        return str(note.get("message") or note.get("reason") or note.get("pause") or "")
-    except (ValueError, AttributeError):
-        return ""
+    except ValueError:
+        return {}
+    return note if isinstance(note, dict) else {}
 
 
 def _refused(status: int, body: bytes, url: str) -> HydraError:
     try:
-        error = json.loads(body)["error"]
+        error = dict(json.loads(body)["error"])
         message = str(error["message"])
     except (ValueError, KeyError, TypeError):
         message = body.decode(errors="replace")[:200] or f"HTTP {status}"
+        error = {"message": message}
     if status in (401, 403):
         return RequestError(message, "Set HYDRA_API_KEY to the key of [head] api_key in hydra.toml.")
     if status == 404:
         return PeerUnreachable(f"What answers at {url} is not a head: {message}", "Name the head with --url.")
+    return _error(error, status)
+
+
+def _error(error: dict[str, Any], status: int) -> HydraError:
+    """OpenAI's error object; its message says what to do, where there is something."""
+    message = str(error.get("message") or "The head gave up on this answer.")
+    if error.get("code") == "context_length_exceeded":
+        return ContextFull(message)
     return EngineError(message) if status >= 500 else RequestError(message)

@@ -6,24 +6,21 @@ import io
 import json
 import sys
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
 from hydra import cli
-from hydra.commands import chat, chat_terminal
-from hydra.commands.chat_client import HeadClient, Piece
+from hydra.commands import chat
+from hydra.commands.chat_client import HeadClient
 from hydra.errors import HydraError
-from tests.fake_head import END, READY, Head
+from tests.fake_head import READY, Head, ending, said
 
 
 @pytest.fixture
 def head() -> Iterator[Head]:
     made = Head()
     yield made
-    made.server.shutdown()
-    made.thread.join()
-    made.server.server_close()
+    made.close()
 
 
 @pytest.fixture(autouse=True)
@@ -62,7 +59,7 @@ def test_json_and_stats(capsys, head):
     assert code == 0 and len(out.splitlines()) == 1
     assert (report["text"], report["reasoning"], report["finish_reason"]) == ("yes", "because", "stop")
     assert report["usage"] == {"completion_tokens": 1}
-    assert err == "prompt 504.0 tok/s · answer 29.2 tok/s · accepted 70 % · context 12 %\n"
+    assert err == "prompt 504 tok/s · answer 29.2 tok/s · accepted 70 % · context 12 %\n"
 
 
 def test_waits_for_a_head_that_loads(capsys, head, monkeypatch):
@@ -90,11 +87,33 @@ def test_failures(capsys, head):
     head.status, head.refusal = 503, {"error": {"message": "Queue full."}}
     assert run(capsys, "hi", "--url", head.url)[0] == 8
     head.status = 200
-    head.script = [{"choices": [{"delta": {"content": "half"}}]}, {"error": {"message": "The engine is gone."}}]
+    head.script = [said("half"), {"error": {"message": "The engine is gone."}}]
     code, out, err = run(capsys, "hi", "--url", head.url)
-    assert (code, out) == (8, "half") and "The engine is gone." in err
+    assert (code, out) == (8, "half\n") and "The engine is gone." in err
     head.script = ["data: {not json"]
     assert run(capsys, "hi", "--url", head.url)[0] == 8
+
+
+def test_a_full_context_is_the_requests_fault(capsys, head):
+    head.script = [{"error": {"message": "The prompt has 9 tokens; the context holds 8.", "code":
+                              "context_length_exceeded", "type": "invalid_request_error"}}]
+    code, out, err = run(capsys, "hi", "--url", head.url)
+    assert (code, out) == (9, "") and "the context holds 8" in err
+
+
+def test_a_pipe_gets_the_answer_as_it_is(capsys, head, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    head.says("# A *b*\n\x1b[31m", "```c\n", reasoning="hm")
+    code, out, err = run(capsys, "hi", "--url", head.url, "--hide-think")
+    assert (code, out, err) == (0, "# A *b*\n\x1b[31m```c\n", "")
+
+
+def test_what_a_stream_waits_for_goes_to_stderr_once(capsys, head):
+    note = ': hydra {"state": "loading", "recovering": true, "node": "mini", "stage": "weights", "percent": 4}'
+    head.script = [said("one "), note, note.replace("4}", "5}"), said("two"), *ending()]
+    code, out, err = run(capsys, "hi", "--url", head.url)
+    assert (code, out) == (0, "one two\n")
+    assert err == "(recovering: loads: weights on mini; the answer goes on by itself)\n"
 
 
 def test_address_and_key(capsys, head, monkeypatch, tmp_path):
@@ -117,54 +136,7 @@ def test_notes_of_a_silent_stream(head):
     head.script = [': hydra {"reason": "waiting for peer mini"}', ": hydra nonsense", ": other"]
     with HeadClient(head.url) as client:
         notes = [piece.note for piece in client.chat([], {}) if piece.note]
-    assert notes == ["waiting for peer mini"]
-
-
-def test_slash_commands():
-    talk = chat.Conversation(turns=[{"role": "user", "content": "x"}], last=END)
-    assert chat.command("/set temperature 0.5", talk) == "temperature = 0.5" and talk.params == {"temperature": 0.5}
-    assert "temperature = 0.5" in str(chat.command("/show", talk)) and "1 messages" in str(chat.command("/show", talk))
-    assert "29.2" in str(chat.command("/stats", talk))
-    assert chat.command("/system Be kind.", talk) and talk.messages() == [{"role": "system", "content": "Be kind."}]
-    talk.turns.append({"role": "user", "content": "y"})
-    assert chat.command("/clear", talk) and not talk.turns
-    for name in chat_terminal.COMMANDS:
-        if name not in ("/set", "/read", "/save", "/load"):
-            chat.command(name, talk)
-        assert name in chat.HELP
-    for bad in ("/set nonsense 1", "/set top_k x", "/nonsense"):
-        with pytest.raises(HydraError):
-            chat.command(bad, talk)
-
-
-def test_several_lines_between_quotes():
-    lines = iter(['"""one', "two", 'three"""', "plain ", '"""a"""'])
-    ask = lambda _: next(lines)  # noqa: E731
-    assert chat_terminal.read(ask) == "one\ntwo\nthree"
-    assert chat_terminal.read(ask) == "plain"
-    assert chat_terminal.read(ask) == "a"
-
-
-def test_a_conversation_goes_on_after_an_error_and_a_stop(capsys, head, monkeypatch):
-    talk = chat.Conversation(turns=[{"role": "user", "content": "q"}])
-    with HeadClient(head.url) as client:
-        head.says("fine")
-        chat_terminal.answer(client, talk, think=True, stats=True)
-        assert talk.turns[-1] == {"role": "assistant", "content": "fine"}
-        talk.turns.append({"role": "user", "content": "again"})
-        head.status = 503
-        chat_terminal.answer(client, talk, think=True, stats=False)
-        assert [turn["content"] for turn in talk.turns] == ["q", "fine"], "the question was taken back"
-
-        def stopped(*_: Any) -> Iterator[Piece]:
-            yield Piece(text="ha")
-            raise KeyboardInterrupt
-
-        monkeypatch.setattr(client, "chat", stopped)
-        talk.turns.append({"role": "user", "content": "long"})
-        chat_terminal.answer(client, talk, think=True, stats=False)
-    assert talk.turns[-1] == {"role": "assistant", "content": "ha"}
-    assert "[stopped]" in capsys.readouterr().err
+    assert notes == [{"reason": "waiting for peer mini"}]
 
 
 def test_ps(capsys, head):
@@ -189,43 +161,3 @@ def test_ps(capsys, head):
     assert cli.run(["ps", "--url", head.url, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["nodes"][1]["name"] == "mini"
     assert cli.run(["ps", "--url", "http://127.0.0.1:9"]) == 5
-
-
-def test_files_of_a_conversation(tmp_path):
-    talk = chat.Conversation("Be kind.", {"top_k": 3}, [{"role": "user", "content": "q"}])
-    assert "1 messages" in str(chat.command(f"/save {tmp_path}/talk.json", talk))
-    other = chat.Conversation()
-    assert "1 messages" in str(chat.command(f"/load {tmp_path}/talk.json", other))
-    assert (other.system, other.params, other.turns) == (talk.system, talk.params, talk.turns)
-    (tmp_path / "notes.txt").write_text("some notes")
-    assert "10 characters" in str(chat.command(f"/read {tmp_path}/notes.txt", other))
-    other.ask("What do they say?")
-    other.ask("Next.")
-    assert [turn["content"] for turn in other.turns] == ["q", "notes.txt:\nsome notes\n\nWhat do they say?", "Next."]
-    (tmp_path / "bad.json").write_text('{"messages": 3}')
-    (tmp_path / "latin").write_bytes(b"\xe9")
-    for bad in ("/read", f"/read {tmp_path}/none", f"/read {tmp_path}/latin", f"/load {tmp_path}/bad.json",
-                f"/load {tmp_path}/notes.txt", f"/save {tmp_path}"):
-        with pytest.raises(HydraError) as caught:
-            chat.command(bad, other)
-        assert caught.value.hint
-    assert len(other.turns) == 3
-
-
-def test_again_and_edited(monkeypatch, tmp_path, capsys):
-    turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
-    talk = chat.Conversation(turns=list(turns))
-    assert chat_terminal.again("/copy", talk) is False and talk.turns == turns
-    assert chat_terminal.again("/regen", talk) is True and talk.turns == turns[:1]
-    talk = chat.Conversation(turns=list(turns))
-    monkeypatch.setenv("EDITOR", "true")
-    assert chat_terminal.again("/edit", talk) is False and talk.turns == turns, "unchanged: nothing is asked"
-    script = tmp_path / "editor"
-    script.write_text('#!/bin/sh\nprintf "better question\\n" > "$1"\n')
-    script.chmod(0o755)
-    monkeypatch.setenv("EDITOR", str(script))
-    assert chat_terminal.again("/edit", talk) is True and talk.turns == [{"role": "user", "content": "better question"}]
-    monkeypatch.setenv("EDITOR", "no-such-editor")
-    with pytest.raises(HydraError, match="no-such-editor"):
-        chat_terminal.again("/edit", talk)
-    assert chat_terminal.again("/regen", chat.Conversation()) is False
