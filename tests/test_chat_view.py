@@ -85,12 +85,12 @@ def test_reasoning_is_printed_line_by_line():
         rig.feed(reasoning=f"{word} ")
     assert rig.paper.fixed == ["What is there to be", "weighed, and what is", "not?"]
     assert rig.paper.tail == ["A second line"]
-    rig.feed("Yes.\n\nAnd")
+    rig.feed("Yes.\n\nAnd\n")
     assert rig.paper.fixed[3:] == ["A second line", "thought: 11 tokens, 12.0 s", "", "Yes."]
     assert rig.paper.tail == ["", "And"]
     rig.view.close()
-    assert rig.paper.fixed[6:] == ["Yes.", "", "And"] and rig.paper.tail == []
-    assert rig.view.text == "Yes.\n\nAnd"
+    assert rig.paper.fixed[7:] == ["", "And"] and rig.paper.tail == []
+    assert rig.view.text == "Yes.\n\nAnd\n"
 
 
 @pytest.mark.parametrize("width", [11, 33, 80])

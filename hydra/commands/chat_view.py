@@ -214,7 +214,7 @@ class AnswerView:
         self._thought.end()
         self._said = True
         if self.shown and self._rest.strip():
-            self._fixed += self._thought_lines(self._rest.rstrip("\n"))
+            self._fixed += self._thought_lines(self._rest.rstrip())
         self._rest = ""
         self._fixed += [*dimmed([self._thought.line()]), ""]
 
