@@ -4,11 +4,12 @@
     ├── ConfigError            2   hydra.toml, environment or command line cannot be used
     ├── LibraryError           3   llama.cpp's shared libraries are missing, wrong or of another version
     ├── DeviceError            4   a compute device is missing, out of memory or failed
+    │   └── DeviceMissing      4   the one asked for is not there, and will not be at the next try either
     ├── PeerError              5   something about the other box
     │   ├── PeerUnreachable    5   nobody answers there
     │   └── VersionMismatch    5   both ends work, but not with each other
     ├── ProtocolError          6   bytes on the wire that the protocol does not allow
-    ├── ModelError             7   a GGUF file that cannot be read, split or fitted
+    ├── ModelError             7   a GGUF file that cannot be fetched, read, split or fitted
     ├── EngineError            8   the engine child failed
     └── RequestError           9   one request cannot be served (bad parameters, context full)
 
@@ -43,6 +44,10 @@ class LibraryError(HydraError):
 
 class DeviceError(HydraError):
     exit_code = 4
+
+
+class DeviceMissing(DeviceError):
+    pass
 
 
 class PeerError(HydraError):

@@ -52,7 +52,8 @@ def test_a_peer_in_the_background(rig, capsys):
 def test_what_ends_at_once_says_why(rig, capsys):
     rig.file.write_text(rig.file.read_text().replace('device = "CPU"', 'device = "CUDA9"'))
     code, _, err = run(capsys, "up", "-d", "--config", str(rig.file), "--node", "mini")
-    assert code == 1 and "There is no device CUDA9" in err and "mini.log" in err
+    assert code == 4 and "There is no device CUDA9; this box has " in err and "CPU" in err, "as in the foreground"
+    assert len(err.splitlines()) == 2 and "mini.log" in err.splitlines()[1]
 
 
 def test_a_stale_pid_file_is_not_believed(rig, tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
 import struct
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 
 from hydra.commands.child import NodeProcess, free_ports, hydra_command
+from hydra.embedded import embedded_model
 
 WAIT_S = 60.0
 TOML = """\
@@ -128,7 +130,9 @@ def test_a_device_that_is_not_there(tmp_path):
     rig = Rig(tmp_path)
     rig.file.write_text(rig.file.read_text().replace('"CPU"', '"CUDA9"'))
     done = rig.run("mini")
-    assert done.returncode != 0 and "CUDA9" in done.stderr and "hint:" in done.stderr and "Traceback" not in done.stderr
+    assert done.returncode == 4, done.stderr
+    assert "error: There is no device CUDA9; this box has " in done.stderr and "CPU" in done.stderr
+    assert "hint:" in done.stderr and "Traceback" not in done.stderr and "starts again" not in done.stderr
 
 
 @pytest.mark.model
@@ -147,3 +151,22 @@ def test_demo(tmp_path):
     assert report["wire"]["messages"] == sum(row["count"] for row in commands.values())
     assert report["prefill_tps"] > 0 and report["decode_tps"] > 0
     assert "identical with and without the peer" in done.stderr
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("peers", [False, True])
+def test_a_heads_device_that_is_not_there(tmp_path, peers):
+    """No next try would find it: said once, with what there is, and not until restart_limit."""
+    rig = Rig(tmp_path)
+    text = rig.file.read_text().replace('path = "m.gguf"', f"path = {json.dumps(str(embedded_model().path))}")
+    text = text.replace("layers = 2", 'device = "CUDA9"', 1)
+    if not peers:
+        text = text[: text.index('[[nodes]]\nname = "mini"')]
+    text = text.replace("layers = 2", "")
+    rig.file.write_text(text)
+    with NodeProcess(rig.file, "mini") if peers else contextlib.nullcontext() as peer:
+        if peer is not None:
+            until(peer, rig.peer, 200, "ok")
+        done = rig.run("tower")
+    assert done.returncode == 4, done.stderr
+    assert "error: There is no device CUDA9; this box has CPU" in done.stderr and "again in" not in done.stderr

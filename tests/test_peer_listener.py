@@ -9,6 +9,7 @@ import os
 import signal
 import socket
 import struct
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -20,7 +21,8 @@ import psutil
 import pytest
 
 import hydra
-from hydra.errors import HydraError, PeerError
+from hydra.errors import DeviceError, HydraError, PeerError
+from hydra.peer import listener as listening
 from hydra.peer import sockets
 from hydra.peer.launch import start_peer
 from hydra.peer.listener import Listener
@@ -416,3 +418,13 @@ def test_tls_refuses_and_says_which(certificates: tuple[Path, Path], caplog: pyt
         with pytest.raises(PeerError):
             encrypted(plain.port, ours)
         wait_for(lambda: "speaks TLS, and security.tls is off here" in caplog.text)
+
+
+def test_a_worker_that_never_gets_ready_ends_the_peer(monkeypatch) -> None:
+    """libggml or a driver that aborts at once: a few tries, then an error, and not a worker a minute for ever."""
+    monkeypatch.setattr(listening, "worker_command", lambda _fd: [sys.executable, "-c", "import os; os.abort()"])
+    running = Listener(PeerSettings(port=0, devices=("CPU",), threads=1))
+    running._backoff = 0.01
+    with pytest.raises(DeviceError, match=r"ended by SIGABRT, 3 times in a row before it was ready"):
+        running.run()
+    assert running.restarts == 3

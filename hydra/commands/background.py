@@ -65,9 +65,12 @@ def detach(file: str | None, node: str | None, overrides: Mapping[str, Any], *, 
     while time.monotonic() < deadline:
         if process.poll() is not None:
             lines = log.read_bytes()[begin:].decode(errors="replace").splitlines()
-            words = [line.partition(": ")[2] for line in lines if line.startswith("error:")]
-            raise HydraError(f"{me.name} ended at once with code {process.returncode}: {' '.join(words) or lines[-1:]}",
-                             f"Its log: {log}.")
+            said = {mark: line.partition(": ")[2].strip() for line in lines for mark in ("error", "hint")
+                    if line.startswith(f"{mark}:")}
+            ended = HydraError(f"{me.name} ended at once: {said.get('error') or ' '.join(lines[-1:]) or 'no word'}",
+                               f"{said.get('hint', '')} Its log: {log}.".strip())
+            ended.exit_code = process.returncode if process.returncode > 0 else HydraError.exit_code
+            raise ended
         # A peer listens before its device is found to be usable, and says so once it is; a head listens and waits.
         if who_listens(port).pid and (me.role == "head" or b"Serving " in log.read_bytes()[begin:]):
             break

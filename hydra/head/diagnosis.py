@@ -20,8 +20,8 @@ from hydra.head.probe import PeerReport
 
 EndKind = Literal["exit", "stall", "error", "stop", "reload"]
 
-# Faults that another try cannot mend: what is on disk or in hydra.toml is wrong.
-PERMANENT_KINDS = ("ConfigError", "LibraryError", "ModelError")
+# Faults that another try cannot mend: what is on disk or in hydra.toml is wrong for this box.
+PERMANENT_KINDS = ("ConfigError", "DeviceMissing", "LibraryError", "ModelError")
 
 # What ggml-rpc.cpp of the pinned release prints before it aborts.
 _RPC_LOSS = re.compile(r"remote rpc server crashed|failed to (?:send|recv|connect)|rpc.*(?:connection|malformed)", re.I)

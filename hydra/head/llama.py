@@ -25,7 +25,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hydra.errors import DeviceError, EngineError, LibraryError, ModelError, PeerUnreachable, RequestError
+from hydra.errors import (
+    DeviceError,
+    DeviceMissing,
+    EngineError,
+    LibraryError,
+    ModelError,
+    PeerUnreachable,
+    RequestError,
+)
 from hydra.ggml import library
 
 from .loadlog import ERROR, WARN, LoadLog
@@ -157,7 +165,7 @@ class Device:
 def local_devices(names: Sequence[str] = ()) -> list[Device]:
     """The local devices named, or all local GPUs; the CPU when there is none.
 
-    Raises: DeviceError for a name that is not here, listing those that are.
+    Raises: DeviceMissing for a name that is not here, listing those that are.
     """
     registry = library.load().registry
     found = [Device(registry.ggml_backend_dev_get(i)) for i in range(registry.ggml_backend_dev_count())]
@@ -166,7 +174,9 @@ def local_devices(names: Sequence[str] = ()) -> list[Device]:
         by_name = {device.name: device for device in found}
         for name in names:
             if name not in by_name:
-                raise DeviceError(f"There is no device {name!r} here.", f"Devices here: {', '.join(by_name)}.")
+                raise DeviceMissing(f"There is no device {name}; this box has {', '.join(by_name) or 'none'}.",
+                                    "Set the node's `device` in hydra.toml to one of these. A missing GPU: see "
+                                    "`hydra doctor`.")
         return [by_name[name] for name in names]
     gpus = [device for device in found if device.kind == DEVICE_GPU]
     gpus = gpus or [device for device in found if device.kind == DEVICE_IGPU]

@@ -38,7 +38,8 @@ from pathlib import Path
 from typing import Any
 
 import hydra
-from hydra.errors import HydraError, PeerError
+from hydra import errors
+from hydra.errors import DeviceError, HydraError, PeerError
 from hydra.link import frames
 from hydra.peer import sockets
 from hydra.peer.control import VERBS, ControlPool
@@ -51,6 +52,7 @@ from hydra.security import Tunnel, load_identity, server_context, terminate
 BACKLOG = 64
 FIRST_BACKOFF_S = 1.0
 LAST_BACKOFF_S = 30.0
+FIRST_TRIES = 3  # a worker that never was ready in so many starts will not be in the next one
 STABLE_S = 60.0  # a worker that lived this long starts again at once
 STOP_S = 8.0
 STATS_S = 3.0
@@ -82,8 +84,8 @@ class Listener:
     """One peer. ``run`` returns after ``stop``.
 
     make_ready: what is done to every accepted socket; only the benchmark that shows what happens without it gives
-    another. Raises (from run): PeerError when the port is taken, HydraError when the worker cannot be started for the
-    first time.
+    another. Raises (from run): PeerError when the port is taken; when the worker cannot be started for the first time
+    its own error, such as DeviceError where the device is missing.
     """
 
     def __init__(
@@ -393,7 +395,8 @@ class Listener:
         elif kind == "failed":
             self.reason = event["message"]
             if not self._ever_ready:
-                self._fatal = HydraError(event["message"], event["hint"])
+                kind = getattr(errors, event["kind"], HydraError)
+                self._fatal = kind(event["message"], event["hint"])
 
     def _worker_ready(self, event: dict[str, Any]) -> None:
         self.devices = event["devices"]
@@ -439,6 +442,12 @@ class Listener:
             self.reason = f"the device worker {how}"
         self.state = "degraded"
         self.restarts += 1
+        if not self._ever_ready and self.restarts >= FIRST_TRIES:
+            self._fatal = DeviceError(
+                f"The device worker {how}, {self.restarts} times in a row before it was ready.",
+                "The driver or the card fails: see `hydra doctor` and the system's log (dmesg).",
+            )
+            return
         if time.monotonic() - self._worker_since >= STABLE_S:
             self._backoff = FIRST_BACKOFF_S
         self.log.error(

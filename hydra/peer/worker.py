@@ -10,7 +10,7 @@ SEQPACKET socket, one JSON object a packet:
                         {"op": "stats", "id": n} · {"op": "stop"}
     worker → listener   {"ev": "ready", "devices": […]} · {"ev": "closed", "id": n, "reason": …,
     "clean": bool} · {"ev": "stats", …}
-                        · {"ev": "failed", "message": …, "hint": …}
+                        · {"ev": "failed", "kind": a class of hydra.errors, "message": …, "hint": …}
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Worker:
                 self.cache = WeightCache(Path(self.settings.cache_dir), self.settings.cache_max_bytes, model)
             self.shared = SharedState(ggml, devices, self.settings, self.cache, private_layout=not problem)
         except HydraError as exc:
-            self.report({"ev": "failed", "message": exc.message, "hint": exc.hint})
+            self.report({"ev": "failed", "kind": type(exc).__name__, "message": exc.message, "hint": exc.hint})
             return
         self.report(
             {
