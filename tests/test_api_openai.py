@@ -86,6 +86,15 @@ def test_without_include_usage_there_is_none(client: openai.OpenAI) -> None:
     assert all(chunk.usage is None and chunk.choices for chunk in chunks)
 
 
+def test_timings_per_token(client: openai.OpenAI) -> None:
+    asked: Any = {"model": "x", "messages": ask(say("several words of an answer")), "stream": True}
+    *chunks, last = client.chat.completions.create(**asked, extra_body={"timings_per_token": True})
+    counts = [chunk.timings["predicted_n"] for chunk in chunks if chunk.choices[0].delta.content]
+    assert counts == sorted(counts) and 0 < counts[0] < counts[-1] <= last.timings["predicted_n"]
+    without = client.chat.completions.create(**asked)
+    assert sum(hasattr(chunk, "timings") for chunk in without) == 1, "not asked for: at the end alone"
+
+
 def test_seed_and_n(client: openai.OpenAI) -> None:
     def three(seed: int) -> list[str | None]:
         done = client.chat.completions.create(

@@ -86,7 +86,7 @@ def test_reasoning_is_printed_line_by_line():
     assert rig.paper.fixed == ["What is there to be", "weighed, and what is", "not?"]
     assert rig.paper.tail == ["A second line"]
     rig.feed("Yes.\n\nAnd\n")
-    assert rig.paper.fixed[3:] == ["A second line", "thought: 11 tokens, 12.0 s", "", "Yes."]
+    assert rig.paper.fixed[3:] == ["A second line", "thought: 12 tokens, 12.0 s", "", "Yes."]
     assert rig.paper.tail == ["", "And"]
     rig.view.close()
     assert rig.paper.fixed[7:] == ["", "And"] and rig.paper.tail == []

@@ -155,7 +155,8 @@ async def _events(chat: _Chat) -> AsyncGenerator[dict[str, Any], None]:
         if isinstance(item, Chunk):
             probs[index] += [_logprob(entry) for entry in item.logprobs or ()]
             for delta in parser.feed(item.text):
-                yield chunk(index, _delta(delta))
+                timings = {"timings": chat.timings()} if chat.request.timings_per_token and index == 0 else {}
+                yield {**chunk(index, _delta(delta)), **timings}
             continue
         chat.note_finish(index, item)
         for delta in parser.finish():

@@ -161,6 +161,7 @@ class ChatRequest(_Sampling):
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     reasoning_format: Literal["auto", "deepseek", "none"] = "auto"
+    timings_per_token: bool = False
     reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     add_generation_prompt: bool = True
