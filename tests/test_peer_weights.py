@@ -171,6 +171,24 @@ def test_entries_that_follow_are_verified_ahead(tmp_path: Path) -> None:
         assert sorted(cache._verified) == [(fnv, 9000) for fnv in (2, 3, 4, 5)]
 
 
+def test_what_the_last_load_used_is_verified_before_the_first_question(tmp_path: Path) -> None:
+    """As much of it as there is room for, and nothing of the load before it."""
+    with open_cache(tmp_path) as cache:
+        for fnv in range(6):
+            store(cache, fnv, data_of(9000, seed=fnv))
+    for fnv in range(2):
+        stamp = time.time_ns() - 3600 * 10**9
+        os.utime(tmp_path / entry_name(fnv, 9000), ns=(stamp, stamp))
+    for room, wanted in ((100_000, (2, 3, 4, 5)), (20_000, (4, 5)), (100, ())):
+        with open_cache(tmp_path) as cache:
+            cache.expect(room)
+            deadline = time.monotonic() + 20
+            while len(cache._verified) < len(wanted) and time.monotonic() < deadline:
+                time.sleep(0.01)
+            cache.close()  # nothing more comes after it
+            assert sorted(cache._verified) == [(fnv, 9000) for fnv in wanted]
+
+
 def test_a_damaged_entry_ahead_does_not_stop_the_rest(tmp_path: Path) -> None:
     with open_cache(tmp_path) as cache:
         for fnv in range(3):
@@ -328,7 +346,7 @@ from pathlib import Path
 sys.path.insert(0, {str(ROOT)!r})
 from hydra.peer import weights_store
 from hydra.peer.weights import WeightCache
-weights_store._LOAD_PAUSE_S = 0.0  # every store is a load of its own: eviction all the time
+weights_store.LOAD_PAUSE_S = 0.0  # every store is a load of its own: eviction all the time
 me = int(sys.argv[1])
 with WeightCache(Path({str(tmp_path)!r}), 700_000, reserve_bytes=0) as cache:
     for i in range(40):

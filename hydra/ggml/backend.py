@@ -7,17 +7,14 @@ buffer (I8, as long as the buffer), so that moving bytes needs no tensor header 
 from __future__ import annotations
 
 import ctypes
-import mmap
 from ctypes import c_size_t
 from dataclasses import dataclass
 from types import TracebackType
 
 from hydra.errors import DeviceError
-from hydra.ggml import abi
+from hydra.ggml import abi, pages
 from hydra.ggml.library import DEVICE_TYPES, Ggml
 
-HUGE_PAGE_BYTES = 2 << 20
-_LIBC = ctypes.CDLL(None)
 _SET_N_THREADS = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int)
 
 
@@ -119,17 +116,6 @@ class Backend:
         self.close()
 
 
-def _ask_for_huge_pages(address: int, size: int) -> None:
-    """Lets the kernel back a large host buffer with 2 MiB pages: each token reads every weight, and 4 KiB pages miss.
-
-    Most systems give them only to who asks (transparent_hugepage = madvise). A refusal changes nothing but the speed.
-    """
-    start = -(-address // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
-    length = (address + size - start) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
-    if length > 0:
-        _LIBC.madvise(ctypes.c_void_p(start), c_size_t(length), mmap.MADV_HUGEPAGE)
-
-
 class Buffer:
     """A device buffer and its window tensor.
 
@@ -145,7 +131,8 @@ class Buffer:
         self.base = int(ggml.ggml_backend_buffer_get_base(handle) or 0) if self.size else 0
         self.host = bool(ggml.ggml_backend_buffer_is_host(handle)) and backend.is_cpu
         if self.host:
-            _ask_for_huge_pages(self.base, self.size)
+            pages.ask_for_huge_pages(self.base, self.size)
+        self._ahead: pages.PagesAhead | None = None
         self._window = abi.aligned_bytes(abi.TENSOR_SIZE)
         row = self._window.view(abi.TENSOR)
         row["type"] = abi.TYPE_I8
@@ -159,7 +146,20 @@ class Buffer:
         """Bytes of a host buffer as writable memory of this process; the caller has checked the range."""
         return memoryview((ctypes.c_char * size).from_address(self.base + offset)).cast("B")
 
+    def expect_writes(self) -> None:
+        """All of the buffer will be written, from its start on: a host buffer then gets its memory ahead of that."""
+        if self.host and self.size >= pages.HUGE_PAGE_BYTES and self._ahead is None:
+            self._ahead = pages.PagesAhead(self.base, self.size)
+
+    def reached(self, offset: int) -> None:
+        """Writing has come to there."""
+        if self._ahead is not None:
+            self._ahead.reach(offset)
+
     def close(self) -> None:
+        if self._ahead is not None:
+            self._ahead.close()
+            self._ahead = None
         if self.handle:
             self.backend.ggml.ggml_backend_buffer_free(self.handle)
             self.handle = 0

@@ -38,7 +38,7 @@ from pathlib import Path
 from typing import Any
 
 import hydra
-from hydra import errors
+from hydra import errors, hardware
 from hydra.errors import DeviceError, HydraError, PeerError
 from hydra.link import frames
 from hydra.peer import sockets
@@ -481,7 +481,10 @@ class Listener:
             "name": self.settings.name,
             "version": hydra.__version__,
             "protocol": ".".join(map(str, wire.PROTOCOL_VERSION)),
-            "devices": self.devices,
+            "devices": [
+                {**device, **hardware.figures_of(device["name"], device["description"], device["kind"])}
+                for device in self.devices
+            ],
             "connections": len(self._active),
             "max_connections": self.settings.max_connections,
             "restarts": self.restarts,

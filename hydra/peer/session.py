@@ -34,6 +34,9 @@ from hydra.rpc import wire
 from hydra.rpc.connection import State, check_header
 from hydra.rpc.wire import Command
 
+# Commands after which a head has begun to use what it allocated.
+_WRITES = (Command.SET_TENSOR, Command.SET_TENSOR_HASH, Command.BUFFER_CLEAR, Command.GRAPH_COMPUTE)
+
 
 class Session(Transfers):
     """Serves one connection until it ends.
@@ -171,6 +174,11 @@ class Session(Transfers):
             self._send(Command.ALLOC_BUFFER, wire.U64_PAIR.pack(0, 0))
             return
         self.receiver.enlarge(backend)
+        if not any(self.stats.count[cmd] for cmd in _WRITES):
+            # A head allocates for all its weights before it writes the first.
+            buffer.expect_writes()
+            if self.shared.cache is not None:
+                self.shared.cache.expect(self.handles.total_bytes + buffer.size)
         handle = self.handles.add(buffer)
         self._send(Command.ALLOC_BUFFER, wire.U64_PAIR.pack(handle, buffer.size))
 

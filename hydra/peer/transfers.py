@@ -185,12 +185,14 @@ class Transfers:
         receiver = self.receiver
         writer = self._cache_writer(key, count) if key[8 + wire.TENSOR_SIZE] == 1 else None
         kind, handle, *_ = wire.TENSOR_REGION.unpack_from(key, 8)
+        reached = self.handles.get(handle)[0].reached
         integers = bytearray() if kind in indices.INTEGERS and count <= indices.MAX_NOTE_BYTES else None
         try:
             done = 0
             while done < count:
                 size = min(PIECE_BYTES, count - done)
                 if host is not None:
+                    reached(at + done)
                     piece = host[at + done : at + done + size]
                     receiver.into(piece)
                 else:
@@ -255,6 +257,7 @@ class Transfers:
             self.indices.wrote(place, place + extent - offset)
             for piece in weight.pieces():
                 if host is not None:
+                    buffer.reached(at)
                     host[at : at + len(piece)] = piece
                 else:
                     # Pages of a mapping are not pinned: the call returns when they are copied, as pieces() requires.

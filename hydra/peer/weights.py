@@ -6,9 +6,9 @@ fnv1a-64 and the weight's size, and every byte of it is verified before it is fi
 Bytes that are also in the box's own model file are stored as a reference to it.
 
 Verifying 10 GB takes 6 to 12 s of one core. The client needs longer than that to hash them itself, so a thread
-verifies ahead, in the order of the last load, while the client hashes; a load waits for its first entry only. It runs
-while a load runs and ``_AHEAD_BYTES`` before it, not at start-up: most starts are not followed by a load of all that
-is cached.
+verifies ahead, in the order of the last load, while the client hashes. It begins when a head allocates room for its
+weights, with what the last load used, and runs ``_AHEAD_BYTES`` before the load; not at start-up: most starts are not
+followed by a load of all that is cached.
 
 The least recently used entries go first, but never one that the load now running has used or stored: a model larger
 than the cache would otherwise push out its own first half and never be served anything. A full disk turns storing off
@@ -31,7 +31,7 @@ from pathlib import Path
 
 from hydra.peer import weights_gguf
 from hydra.peer.weights_file import CorruptWeight, WeightFile, entry_name
-from hydra.peer.weights_store import Entry, Key, Store, Writer, clear, list_entries, mark_used
+from hydra.peer.weights_store import LOAD_PAUSE_S, Entry, Key, Store, Writer, clear, list_entries, mark_used
 
 __all__ = ["CacheCounters", "Entry", "TensorKey", "WeightCache", "WeightFile", "Writer", "clear", "list_entries"]
 
@@ -114,6 +114,10 @@ class WeightCache:
                 store.stored, store.referenced, store.evicted, store.storing,
             )  # fmt: skip
 
+    def expect(self, size_bytes: int) -> None:
+        """A head has made room for this many bytes of weights: what the last load used will be asked for, perhaps."""
+        self._scout.expect(size_bytes)
+
     def lookup(self, fnv: int, size_bytes: int) -> WeightFile | None:
         """The verified entry for the client's hash, None when there is none. The caller closes it.
 
@@ -187,14 +191,18 @@ class WeightCache:
 
 
 class _Scout:
-    """Verifies entries before they are asked for: those that followed the last hit when the model was last loaded."""
+    """Verifies entries before they are asked for: those that followed the last hit when the model was last loaded.
+
+    Before the first hit it takes the model that was loaded last for the one that comes. A wrong guess costs no more
+    than having read what is within reach.
+    """
 
     def __init__(self, cache: WeightCache) -> None:
         self._cache = cache
         self._changed = threading.Condition()
         self._order: list[Key] = []
         self._places: dict[Key, int] = {}
-        self._hit = -1  # place of the last hit in the order
+        self._from: int | None = None  # the place in the order to go on from
         self._closed = False
         self._thread: threading.Thread | None = None
 
@@ -203,13 +211,34 @@ class _Scout:
         with self._changed:
             if key not in self._places:
                 # Before the hit is marked as used: the order of use is that of the last load.
-                self._order = [entry.key for entry in list_entries(self._cache.directory)]
-                self._places = {each: place for place, each in enumerate(self._order)}
-            self._hit = self._places.get(key, -1)
-            if self._thread is None and not self._closed:
-                self._thread = threading.Thread(target=self._run, name="weight-scout", daemon=True)
-                self._thread.start()
-            self._changed.notify()
+                self._learn(list_entries(self._cache.directory))
+            place = self._places.get(key)
+            self._from = place + 1 if place is not None else None
+            self._wake()
+
+    def expect(self, size_bytes: int) -> None:
+        """A load of at most so much is about to begin."""
+        with self._changed:
+            entries = list_entries(self._cache.directory)
+            self._learn(entries)
+            first, room = len(entries), size_bytes
+            while first and entries[first - 1].size_bytes <= room:
+                if first < len(entries) and entries[first].used_ns - entries[first - 1].used_ns > LOAD_PAUSE_S * 1e9:
+                    break  # an earlier load's
+                first -= 1
+                room -= entries[first].size_bytes
+            self._from = first
+            self._wake()
+
+    def _learn(self, entries: list[Entry]) -> None:
+        self._order = [entry.key for entry in entries]
+        self._places = {each: place for place, each in enumerate(self._order)}
+
+    def _wake(self) -> None:
+        if self._thread is None and not self._closed:
+            self._thread = threading.Thread(target=self._run, name="weight-scout", daemon=True)
+            self._thread.start()
+        self._changed.notify()
 
     def close(self) -> None:
         """End the thread, within the time that one entry takes."""
@@ -236,9 +265,9 @@ class _Scout:
                     self._places.pop(key, None)  # gone: do not come back to it
 
     def _next(self) -> Key | None:
-        """The first unverified entry behind the last hit and within reach of it."""
+        """The first unverified entry from the place on and within reach of it."""
         ahead = 0
-        for key in self._order[self._hit + 1 :] if self._hit >= 0 else ():
+        for key in self._order[self._from :] if self._from is not None else ():
             if ahead > _AHEAD_BYTES:
                 return None
             ahead += key[1]

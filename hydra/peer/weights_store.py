@@ -29,7 +29,7 @@ from hydra.errors import HydraError
 from hydra.peer.weights_file import CorruptWeight, digests_of, entry_name, parse_entry_name, reference_body, seal
 
 _PENDING = 32  # weights written but not yet checksummed and renamed: then a session waits
-_LOAD_PAUSE_S = 30.0  # a longer silence than this separates two loads
+LOAD_PAUSE_S = 30.0  # a longer silence than this separates two loads
 _COPY_BYTES = 4 << 20
 _LOCK, _TEMPORARY = "lock", "incoming-"
 _SEAL_BYTES = 4096  # allowance for digests and trailer when making room; exact when published
@@ -118,7 +118,7 @@ class Store:
         """A load is going on: what it uses from its first tick on is not evicted for its own sake."""
         now = time.time_ns()
         with self._lock:
-            if now - self._last_use_ns > _LOAD_PAUSE_S * 1e9:
+            if now - self._last_use_ns > LOAD_PAUSE_S * 1e9:
                 self._load_began_ns = now
             self._last_use_ns = now
 
