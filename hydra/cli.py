@@ -295,15 +295,16 @@ def ps_command(
     config: ConfigFile = None,
     url: Annotated[str, typer.Option("--url", metavar="URL", envvar="HYDRA_API", show_default=False,
                                      help="The head's address; else [head] of hydra.toml.")] = "",
-    watch: Annotated[float, typer.Option("--watch", "-w", metavar="SECONDS", min=0, show_default=False,
-                                         help="Again every so many seconds, until Ctrl-C.")] = 0.0,
+    watch: Annotated[bool, typer.Option("--watch", "-w", help="Again and again, until q or Ctrl-C.")] = False,
+    seconds: Annotated[float | None, typer.Argument(min=0.1, show_default=False,
+                                                    help="With --watch: how often; 2 if not given.")] = None,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
     """Show a running head: its nodes, what is loaded where, and the requests."""
     from .commands import ps
 
-    ps.run(config, url, watch, as_json=as_json)
+    ps.run(config, url, watch, seconds, as_json=as_json)
 
 
 @app.command("plan")

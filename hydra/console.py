@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
 NARROW = 60  # columns
+RESIZE_S = 0.2  # how soon a screen follows its window
 LINE_EVERY_S = 2.0  # progress where there is no terminal: a line at most this often
 
 
@@ -93,10 +95,7 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[Any]], *, stderr: bool
 
     console = err() if stderr else out()
     if not console.is_terminal:
-        cells = [[str(cell) for cell in row] for row in (columns, *rows)]
-        widths = [max(len(cell_row[index]) for cell_row in cells) for index in range(len(columns))]
-        for cell_row in cells:
-            line = "  ".join(cell.ljust(width) for cell, width in zip(cell_row, widths, strict=True)).rstrip()
+        for line in text_table(columns, rows):
             print(line, file=sys.stderr if stderr else sys.stdout, flush=True)
         return
     drawn = Table(box=None, pad_edge=False, header_style="bold", show_edge=False)
@@ -105,6 +104,28 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[Any]], *, stderr: bool
     for row in rows:
         drawn.add_row(*[Text(str(cell)) for cell in row])
     console.print(drawn)
+
+
+def text_table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:
+    """The same as lines of text, as wide as they get; the first is the header."""
+    cells = [[str(cell) for cell in row] for row in (columns, *rows)]
+    widths = [max(len(cell_row[index]) for cell_row in cells) for index in range(len(columns))]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(cell_row, widths, strict=True)).rstrip()
+            for cell_row in cells]
+
+
+Line = tuple[str, str]  # text and style
+
+
+def width() -> int | None:
+    """Columns of the terminal on stdout; None where there is none, and lines are left whole."""
+    return out().width if out().is_terminal else None
+
+
+def print_lines(lines: Sequence[Line]) -> None:
+    """Lines with a style each, on stdout; wrapped at words on a terminal."""
+    for text, style in lines:
+        out().print(text, style=style or None, soft_wrap=not out().is_terminal)
 
 
 def heading(text: str) -> None:
@@ -136,10 +157,60 @@ def clipboard(text: str) -> None:
         write_note(f"\x1b]52;c;{base64.b64encode(text.encode()).decode()}\x07")
 
 
-def clear_screen() -> None:
-    """Start at the top again, where there is a screen."""
-    if out().is_terminal:
-        out().clear()
+class Screen:
+    """A screen of its own on the terminal, drawn anew without flicker, until q or Ctrl-C; then all is as it was before.
+
+    `left`: whether q was typed. Typed keys are not shown, and Ctrl-C and Ctrl-Z keep their meaning.
+    """
+
+    def __init__(self) -> None:
+        self.left = False
+        self._live: Any = None
+        self._saved: Any = None
+        self._last: Callable[[int], Sequence[Line]] = lambda _columns: ()
+
+    def show(self, lines: Callable[[int], Sequence[Line]]) -> None:
+        """Draw what `lines` gives for so many columns, here and whenever the window changes its size."""
+        from rich.console import Group
+        from rich.text import Text
+
+        self._last = lines
+        self._live.update(Group(*[Text(text, style) for text, style in lines(out().width)]), refresh=True)
+
+    def wait(self, seconds: float) -> None:
+        """Until then, or until q."""
+        import select
+
+        end, size = time.monotonic() + seconds, out().size
+        while not self.left and (rest := end - time.monotonic()) > 0:
+            if out().size != size:
+                size = out().size
+                self.show(self._last)
+            if self._saved is None:
+                time.sleep(min(rest, RESIZE_S))
+            elif select.select([sys.stdin], [], [], min(rest, RESIZE_S))[0]:
+                keys = os.read(sys.stdin.fileno(), 64)
+                self.left = not keys or b"q" in keys.lower()
+
+    def __enter__(self) -> Screen:
+        import termios
+        import tty
+
+        from rich.live import Live
+
+        if sys.stdin is not None and sys.stdin.isatty():
+            self._saved = termios.tcgetattr(sys.stdin)
+            tty.setcbreak(sys.stdin)
+        self._live = Live(console=out(), screen=True, auto_refresh=False)
+        self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        import termios
+
+        self._live.stop()
+        if self._saved is not None:
+            termios.tcsetattr(sys.stdin, termios.TCSADRAIN, self._saved)
 
 
 class Status:

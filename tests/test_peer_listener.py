@@ -160,6 +160,8 @@ def test_the_http_side() -> None:
     with start_peer(device="CPU", threads=1, name="mini") as process:
         health = get_json(process.port, "/health")
         assert health["state"] == "ok" and health["name"] == "mini" and health["devices"][0]["name"] == "CPU"
+        device = health["devices"][0]
+        assert 0 < device["memory_used"] < device["memory_total"] and "temperature" in device
         assert "error" in get_json(process.port, "/nothing")
         with socket.create_connection(("127.0.0.1", process.port), timeout=10) as raw:
             raw.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")

@@ -12,8 +12,8 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from hydra import __version__
-from hydra.api import hardware, metrics
+from hydra import __version__, hardware
+from hydra.api import metrics
 from hydra.api.state import HeadState, head_of
 
 _WORDS = {
@@ -184,7 +184,10 @@ def _peer_node(head: HeadState, peer: dict[str, Any]) -> dict[str, Any]:
 
 
 def _memory(device: Any) -> tuple[int | None, int | None]:
-    """(used, total) in bytes of a device as a hydra peer's /health has it: `memory` is [free, total]."""
+    """(used, total) in bytes of a device as a hydra peer's /health has it, now; else as it was when the peer started,
+    where `memory` is [free, total]."""
+    if isinstance(device, dict) and device.get("memory_total"):
+        return int(device.get("memory_used") or 0), int(device["memory_total"])
     memory = device.get("memory") if isinstance(device, dict) else None
     if not isinstance(memory, list) or len(memory) != 2:
         return None, None

@@ -123,7 +123,7 @@ def own_address() -> str:
 
 def this_card() -> tuple[str, float] | None:
     """Name and GiB of this box's first GPU; None where it has none that the driver tells."""
-    from ..api.hardware import local_devices
+    from ..hardware import local_devices
 
     device = local_devices()[0]
     if device["name"] == "CPU":
