@@ -23,6 +23,9 @@ from typing import Any
 from hydra.bench.process import die_with_parent
 from hydra.errors import HydraError
 
+# After a load and nothing else the model is kept for as long as the parent takes to see what the peer holds of it.
+_WEIGHED_S = 0.3
+
 
 @dataclass(frozen=True)
 class HeadSpec:
@@ -103,6 +106,8 @@ def run(spec: HeadSpec) -> HeadResult:
                 if spec.verify_steps:
                     with _phase("verify"):
                         result.verify_sps = spec.verify_steps / meter.verify(spec.verify_steps)
+        else:
+            time.sleep(_WEIGHED_S)
         if spec.stats and spec.peer:
             with urllib.request.urlopen(f"http://{spec.peer}/stats?timings", timeout=10) as answer:
                 result.stats = json.load(answer)
