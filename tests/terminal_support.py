@@ -45,6 +45,8 @@ class Terminal:
                                    timeout=WAIT_S, encoding="utf-8", cwd=str(home),
                                    env={**clean, "HOME": str(home), "TERM": "xterm-256color",
                                         "PYTHONPATH": str(ROOT), **env})
+        # Programs ask a terminal where its cursor is, and wait for the answer.
+        self.screen.write_process_input = self.child.send
 
     def send(self, keys: str) -> None:
         self.child.send(keys)
