@@ -24,6 +24,7 @@ from .errors import ConfigError, HydraError
 INTERNAL = ("_engine", "_peer", "_worker", "_inside", "_link")
 # Groups that live beside their subject: module of `app`, and the help line shown without importing it.
 LAZY = {"bench": ("hydra.bench.cli", "Measure side by side: stock peer, our peer, link, MTP.")}
+ALL_LAYERS = ("all", "-1", "-2")  # llama.cpp's spellings of our auto
 EXIT_BUG, EXIT_INTERRUPTED = 70, 130
 
 
@@ -172,8 +173,12 @@ def up_command(
     flash: Annotated[str | None, typer.Option("--flash-attn", "-fa", metavar="on|off|auto",
                                               help="[model] flash_attn")] = None,
     parallel: Annotated[int | None, typer.Option("--parallel", "-np", metavar="N", help="[model] parallel")] = None,
+    n_gpu_layers: Annotated[str | None, typer.Option("--n-gpu-layers", "--gpu-layers", "-ngl", metavar="N|all",
+                                                     help="[model] gpu_layers (with peers: layers of the nodes)"
+                                                     )] = None,
     threads: Annotated[int | None, typer.Option("--threads", "-t", metavar="N", help="[model] threads")] = None,
-    n_max: Annotated[int | None, typer.Option("--spec-draft-n-max", metavar="N", help="[mtp] draft_n_max")] = None,
+    n_max: Annotated[int | None, typer.Option("--spec-draft-n-max", metavar="N",
+                                              help="[mtp] draft_n_max; 0 = not enabled")] = None,
     p_min: Annotated[float | None, typer.Option("--spec-draft-p-min", metavar="P", help="[mtp] draft_p_min")] = None,
     host: Annotated[str | None, typer.Option("--host", metavar="ADDRESS", help="[head] api_host")] = None,
     port: Annotated[int | None, typer.Option("--port", metavar="N", help="[head] api_port")] = None,
@@ -189,8 +194,10 @@ def up_command(
     overrides = {"model.path": os.path.abspath(model) if model else None, "model.ctx_size": ctx_size,
                  "model.batch_size": batch, "model.ubatch_size": ubatch, "model.cache_type_k": type_k,
                  "model.cache_type_v": type_v, "model.flash_attn": flash, "model.parallel": parallel,
-                 "model.threads": threads, "mtp.draft_n_max": n_max, "mtp.draft_p_min": p_min, "head.api_host": host,
-                 "head.api_port": port, **settings(set_)}
+                 "model.gpu_layers": "auto" if n_gpu_layers in ALL_LAYERS else n_gpu_layers,
+                 "model.threads": None if threads is None else max(0, threads),  # llama.cpp's -1 is our 0
+                 "mtp.draft_n_max": n_max or None, "mtp.enabled": False if n_max == 0 else None,
+                 "mtp.draft_p_min": p_min, "head.api_host": host, "head.api_port": port, **settings(set_)}
     if detach:
         from .commands import background
 

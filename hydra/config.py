@@ -371,13 +371,21 @@ class _Reader:
     def _check_whole(self, config: Config) -> None:
         model = config.model
         if model.ubatch_size > model.batch_size:
-            raise self._fault(("model", "ubatch_size"),
+            raise self._clash("ubatch_size", "batch_size",
                               f"[model] ubatch_size {model.ubatch_size} is larger than batch_size {model.batch_size}",
                               "Lower ubatch_size or raise batch_size.")
         if model.flash_attn == "off" and model.cache_type_v not in ("f32", "f16", "bf16"):
-            raise self._fault(("model", "cache_type_v"),
+            raise self._clash("cache_type_v", "flash_attn",
                               f"[model] cache_type_v = {model.cache_type_v!r} needs flash attention, which is off",
                               "Set flash_attn = \"on\" or cache_type_v = \"f16\".")
+
+    def _clash(self, one: str, other: str, message: str, hint: str) -> ConfigError:
+        """Two keys of [model] that contradict each other: where the one stands that is not the file's, if any."""
+        for name in (one, other):
+            origin = self.origins[f"model.{name}"]
+            if origin == "command line" or origin.startswith("HYDRA_"):
+                return ConfigError(f"{origin}: {message}.", hint)
+        return self._fault(("model", one), message, hint)
 
     def _check_leftovers(self, nodes: tuple[NodeConfig, ...]) -> None:
         """Overrides and HYDRA_* variables that name no key: a misspelt one must not be ignored in silence."""

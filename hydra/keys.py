@@ -54,6 +54,9 @@ class ModelConfig:
                              choices=CACHE_TYPES)
     flash_attn: str = _key("auto", "switch", "Flash attention (-fa): on, off or auto.", choices=("on", "off", "auto"))
     parallel: int = _key(1, "int", "Requests served at the same time (-np); they share ctx_size.", low=1, high=64)
+    gpu_layers: int | Literal["auto"] = _key("auto", "layers", "Without peers: how many layers lie on the head's GPU "
+                                             "(-ngl), the output as one; the rest in its own memory. auto = all.",
+                                             low=0)
     threads: int = _key(0, "int", "CPU threads of the head (-t). 0 = as many as there are physical cores.", low=0)
     use_extra_bufts: bool = _key(True, "bool", "Let the CPU repack weights: faster, rounds differently from a peer.")
 

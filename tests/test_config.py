@@ -255,3 +255,13 @@ def test_example_shows_every_key_with_its_default(tmp_path):
                 got = tomllib.loads(f"x = {shown[1]}")["x"]
                 want = Path(got).expanduser() if str(got).startswith("~") else tuple(got) if got == [] else got
                 assert str(want) == str(value) and type(got) in (type(value), list), name
+
+
+def test_a_clash_names_where_the_newcomer_came_from(tmp_path):
+    file = tmp_path / "hydra.toml"
+    file.write_text('[model]\npath = "m"\nubatch_size = 512\n[[nodes]]\nname = "a"\nrole = "head"\nhost = "h"\n')
+    for env, given, want in (({}, {"model.batch_size": "256"}, "command line: "),
+                             ({"HYDRA_MODEL_BATCH_SIZE": "256"}, {}, "HYDRA_MODEL_BATCH_SIZE: ")):
+        with pytest.raises(ConfigError) as caught:
+            config.load(file, env, given)
+        assert caught.value.message.startswith(f"{want}[model] ubatch_size 512 is larger than batch_size 256")

@@ -26,6 +26,8 @@ def run(file: str | None, node: str | None, overrides: Mapping[str, Any], *, off
         if node:
             raise
         here = ""
+    if cfg.model.gpu_layers != "auto" and not cfg.peers:
+        console.note("gpu_layers is not looked at here: all of the head's layers are counted on its device.")
     plan = plan_for(cfg, here, offline=offline, acceptance=acceptance)
     if as_json:
         console.result_json(plan.to_dict())

@@ -47,6 +47,7 @@ def engine_spec(cfg: Config, model: ModelFile | None = None, links: Mapping[str,
         endpoints=tuple(Endpoint(node.name, (links or {}).get(node.name, node.endpoint)) for node in cfg.peers),
         layers=layers,
         devices=() if head.device == "auto" else (head.device,),
+        n_gpu_layers=gpu_layers(cfg, model),
         ctx_size=m.ctx_size,
         batch_size=m.batch_size,
         ubatch_size=m.ubatch_size,
@@ -60,6 +61,21 @@ def engine_spec(cfg: Config, model: ModelFile | None = None, links: Mapping[str,
         draft=DraftSpec("auto" if cfg.mtp.enabled else "none", cfg.mtp.draft_n_max, cfg.mtp.draft_p_min,
                         cfg.mtp.adaptive, cfg.mtp.lookup),
     )
+
+
+def gpu_layers(cfg: Config, model: ModelFile) -> int:
+    """How many layers lie on the head's GPU, -1 = all. Where there are peers the nodes' `layers` are the split, and
+    nothing else is: ConfigError."""
+    asked, most = cfg.model.gpu_layers, model.n_layer + model.n_nextn + 1  # the output counts as a layer
+    if asked == "auto" or asked >= most:
+        return -1
+    if cfg.peers:
+        head = cfg.head_node.name
+        raise ConfigError(f"gpu_layers (-ngl) is {asked} of {most} ({cfg.origins['model.gpu_layers']}), and there are "
+                          "peers: what lies where is then the layers of each node.",
+                          f"Leave it out, and give fewer to {head}: --set nodes.{cfg.peers[0].name}.layers=N and "
+                          f"--set nodes.{head}.layers=auto.")
+    return asked
 
 
 def supervisor_settings(cfg: Config) -> SupervisorSettings:

@@ -9,7 +9,8 @@ from typing import Any
 
 from .. import config, console, nodes
 from ..errors import ModelError
-from .translate import peer_settings
+from ..model_file import read_model_file
+from .translate import gpu_layers, peer_settings
 
 log = logging.getLogger("hydra.up")
 PEERS_S = 8.0  # for peers to say what memory they have, where the layers are to be decided
@@ -47,6 +48,10 @@ def _plan(cfg: config.Config, here: str, *, force: bool) -> dict[str, Any]:
 
     deadline = time.monotonic() + PEERS_S
     try:
+        if gpu_layers(cfg, read_model_file(cfg.model.path)) >= 0:
+            log.info("Not planned: gpu_layers (-ngl) keeps part of the layers in this box's memory; whether that fits "
+                     "is found out before the load.")
+            return {}
         while True:
             plan = fit.plan_for(cfg, here)
             unknown = [place.name for place in plan.places if not place.memory_bytes]

@@ -98,6 +98,10 @@ def _peer(node: NodeConfig) -> dict[str, Any]:
 
 def check(cfg: Config, here: str) -> Iterator[Finding]:
     """Does it fit? One finding for each node that is short of memory, or one that all is well."""
+    if cfg.model.gpu_layers != "auto" and not cfg.peers:
+        yield skip("config", "memory fit", "gpu_layers keeps part of the layers in this box's memory: `hydra up` finds "
+                   "out whether that fits, before it loads")
+        return
     try:
         plan = plan_for(cfg, here)
     except ModelError as exc:

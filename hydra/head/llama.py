@@ -220,6 +220,7 @@ class Model:
     """One loaded model.
 
     ``devices`` in order, with ``split`` layers each (see placement.py); no devices = everything in CPU buffers.
+    ``n_gpu_layers``: only so many, the last ones and the output counted, lie on them and the rest in CPU buffers.
     ``pipeline`` off keeps the scheduler at one copy of every input: decode does not then pay for prefill's pipelining.
 
     Raises: ModelError with llama.cpp's own reason.
@@ -227,7 +228,7 @@ class Model:
 
     def __init__(self, path: str, devices: Sequence[Device], split: Sequence[float], *, load_mtp: bool, pipeline: bool,
                  use_extra_bufts: bool, progress: Progress | None = None, no_alloc: bool = False,
-                 vocab_only: bool = False) -> None:
+                 vocab_only: bool = False, n_gpu_layers: int = -1) -> None:
         c = api().c
         self._c = c
         params = c.llama_model_default_params()
@@ -235,7 +236,7 @@ class Model:
         shares = (ctypes.c_float * max(int(c.llama_max_devices()), len(split) + 1))(*split)
         params.devices = ctypes.cast(handles, ctypes.c_void_p)
         params.tensor_split = ctypes.cast(shares, ctypes.POINTER(ctypes.c_float))
-        params.n_gpu_layers = 1 << 20 if devices else 0
+        params.n_gpu_layers = (1 << 20 if n_gpu_layers < 0 else n_gpu_layers) if devices else 0
         params.split_mode = SPLIT_LAYER
         params.load_mtp = load_mtp
         params.use_extra_bufts = use_extra_bufts

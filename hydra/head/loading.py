@@ -143,7 +143,7 @@ def _open_model(spec: EngineSpec, place: Placement, *, progress: Progress | None
         spec.model_path, [] if place.local_cpu else place.devices,
         [] if place.local_cpu else placement.tensor_split(place.counts, place.n_extra),
         load_mtp=spec.draft.kind in ("auto", "mtp"), pipeline=spec.pipeline, use_extra_bufts=spec.use_extra_bufts,
-        progress=progress, no_alloc=no_alloc)
+        progress=progress, no_alloc=no_alloc, n_gpu_layers=spec.n_gpu_layers)
 
 
 @dataclass

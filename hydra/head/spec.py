@@ -47,6 +47,8 @@ class EngineSpec:
     ``layers`` holds the count of repeating layers by node name; the head may be left out and gets the rest. Peers come
     first, in the order of ``endpoints``. Empty ``layers`` with endpoints splits by free memory.
     ``devices``: local device names as ggml has them (``CUDA0``); empty = all local GPUs, or the CPU.
+    ``n_gpu_layers``: without peers, how many layers (the last ones; the output is one more) lie on the devices, and not
+    in the head's own memory; -1 = all.
     ``exact_resume``: a continued answer takes its known tokens step by step (same rounding) instead of in one batch
     (faster).
     ``pipeline``: llama.cpp's pipeline parallelism (several ubatches in flight): faster prefill on several cards, slower
@@ -58,6 +60,7 @@ class EngineSpec:
     endpoints: tuple[Endpoint, ...] = ()
     layers: dict[str, int] = field(default_factory=dict)
     devices: tuple[str, ...] = ()
+    n_gpu_layers: int = -1
     ctx_size: int = 4096
     batch_size: int = 2048
     ubatch_size: int = 512
@@ -103,6 +106,8 @@ class EngineSpec:
                               f"({', '.join(nodes)}).")
         if len(set(nodes)) != len(nodes):
             raise EngineError(f"Two nodes have one name: {', '.join(nodes)}.")
+        if self.endpoints and self.n_gpu_layers >= 0:
+            raise EngineError(f"n_gpu_layers is {self.n_gpu_layers}, and there are peers: layers says what lies where.")
         if self.draft.kind not in DRAFTERS:
             raise EngineError(f"draft.kind is {self.draft.kind!r}.", f"Use one of {', '.join(DRAFTERS)}.")
         if self.flash_attn not in ("on", "off", "auto"):
