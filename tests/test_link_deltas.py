@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from hydra.errors import ProtocolError
 from hydra.link import deltas, frames
@@ -24,6 +26,13 @@ def set_tensor(data: bytes, *, buffer: int = 7, address: int = 1 << 44, flag: in
     shape = (max(len(data) // 4, 1), 1, 1, 1)
     head = messages.tensor_bytes(id=1, type=0, buffer=buffer, data=address, ne=shape, **tensor)
     return pack_request(Command.SET_TENSOR, messages.SetTensor(head, 0, data, flag).pack())
+
+
+def embeddings(tokens: list[int], columns: int = 640, seed: int = 0) -> bytes:
+    """A SET_TENSOR of one row a token; the same token has the same row."""
+    rows = b"".join(random.Random(1000 * seed + token).randbytes(4 * columns) for token in tokens)
+    head = messages.tensor_bytes(id=9, type=0, buffer=7, data=1 << 45, ne=(columns, len(tokens), 1, 1), name=b"embd")
+    return pack_request(Command.SET_TENSOR, messages.SetTensor(head, 0, rows).pack())
 
 
 def graph(n: int, mark: int = 0) -> bytes:
@@ -106,6 +115,93 @@ def test_any_sequence_comes_out_as_it_went_in(seed: int) -> None:
         else:
             message = pack_request(Command.DEVICE_COUNT)
         assert pair.send(message)[0] == message
+
+
+# What a client may say, as hypothesis draws and shortens it: sets of any tensor, whole or changed, rows, frees, graphs.
+_STEP = st.one_of(
+    st.tuples(st.just("set"), st.integers(0, 3), st.lists(st.tuples(st.integers(0, 5999), st.binary(max_size=40)),
+                                                          max_size=5)),
+    st.tuples(st.just("rows"), st.lists(st.integers(0, 6), min_size=1, max_size=5), st.integers(0, 1)),
+    st.tuples(st.just("free"), st.sampled_from((6, 7)), st.none()),
+    st.tuples(st.just("graph"), st.integers(1, 6), st.integers(0, 1)),
+    st.tuples(st.just("get"), st.integers(1, 40), st.none()),
+)  # fmt: skip
+
+
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.lists(_STEP, max_size=60), st.sampled_from(((200_000, 5), (20_000, 2), (1 << 26, 4096), (9999, 1), (0, 0))))
+def test_no_sequence_that_hypothesis_finds_comes_out_otherwise(steps: list[Any], bounds: tuple[int, int]) -> None:
+    pair = Pair(Hello(store_bytes=bounds[0], slots=bounds[1]))
+    contents = [bytearray(length) for length in (1, 700, 5001, 6000)]
+    for kind, what, more in steps:
+        if kind == "set":
+            data = contents[what]
+            for at, new in more:
+                data[at : at + len(new)] = new[: max(0, len(data) - at)]
+            message = set_tensor(bytes(data), address=4096 * (what + 1))
+        elif kind == "rows":
+            message = embeddings(what, seed=more)
+        elif kind == "free":
+            message = pack_request(Command.FREE_BUFFER, struct.pack("<Q", what))
+        elif kind == "graph":
+            message = graph(what, more)
+        else:
+            message = get_tensor(what)
+        assert pair.send(message)[0] == message
+        assert pair.encoder._bytes <= bounds[0] and pair.decoder._bytes == pair.encoder._bytes
+        assert sorted(pair.decoder._kept) == sorted(set(range(bounds[1])) - set(pair.encoder._free))
+
+
+def test_a_token_that_comes_again_costs_three_bytes() -> None:
+    pair = Pair()
+    rng = random.Random(3)
+    tokens = [rng.randrange(20) for _ in range(400)]
+    costs = []
+    for at in range(0, len(tokens), 4):
+        message = embeddings(tokens[at : at + 4])
+        out, cost = pair.send(message)
+        assert out == message
+        costs.append(cost)
+    assert max(costs[60:]) <= 5 * 3, "twenty tokens are soon known"
+    for width in (1, 2, 3):
+        for _ in range(3):
+            cost = pair.send(embeddings(tokens[:width]))[1]
+        assert cost == 3, "and the same step again is one message"
+
+
+def test_rows_that_begin_alike_are_told_apart() -> None:
+    pair = Pair()
+    rng = random.Random(4)
+    common = rng.randbytes(100)
+    for _ in range(40):
+        data = b"".join(common + rng.choice((b"a", b"b")) * 2460 for _ in range(3))
+        head = messages.tensor_bytes(id=9, type=0, buffer=7, data=1 << 45, ne=(640, 3, 1, 1))
+        message = pack_request(Command.SET_TENSOR, messages.SetTensor(head, 0, data).pack())
+        assert pair.send(message)[0] == message
+
+
+def test_results_of_layers_are_not_kept_row_by_row_for_long() -> None:
+    pair = Pair()
+    for step in range(400):
+        message = embeddings([step], seed=step + 1)
+        out, cost = pair.send(message)
+        assert out == message and cost <= len(message) + 330
+    assert cost <= len(message), "none ever came again: whole, and nothing kept"
+    assert not next(kept for kept in pair.encoder._kept.values()).by_row
+
+
+def test_the_oldest_rows_go_first() -> None:
+    pair = Pair(Hello(store_bytes=40_000, slots=4096))  # 30,000 of them for rows: eleven
+    for _ in range(3):
+        pair.send(embeddings([99], seed=5))
+        pair.send(embeddings([98], seed=5))
+    for token in range(30):
+        pair.send(embeddings([token]))
+        pair.send(embeddings([50]))
+    assert pair.send(embeddings([49]))[1] > 2560
+    assert pair.send(embeddings([50]))[1] <= 6
+    assert pair.send(embeddings([0]))[1] > 2560
+    assert pair.encoder._row_bytes <= 30_000
 
 
 def test_what_repeats_costs_three_bytes_from_the_third_time() -> None:

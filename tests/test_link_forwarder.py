@@ -164,6 +164,24 @@ def test_large_messages_pass_whole_in_both_directions(ours: PeerProcess) -> None
             assert np.array_equal(vectors.get(1), 2 * np.roll(values, shift))
 
 
+@pytest.mark.parametrize("activations", ["f32", "f16"])
+def test_a_prompts_embeddings_cross_once_a_token(ours: PeerProcess, activations: str) -> None:
+    columns, tokens = 5120, [index % 100 for index in range(512)]  # 10 MiB: more than any message that is kept
+    table = np.random.default_rng(1).random((100, columns), dtype=np.float32)
+    with link(ours.host, ours.port, activations=activations) as through, through.client() as client:
+        vectors = Vectors(client, n=columns * len(tokens), slots=1)
+        whole = 4 * columns * len(tokens)
+        shape = {"ne": (columns, len(tokens), 1, 1), "nb": (4, 4 * columns, whole, whole)}
+        for shift in range(2):
+            data = np.roll(table[tokens], shift, axis=0)
+            row = vectors.row(0, name=b"RPC0[127.0.0.1:1]#embd#0", **shape)
+            client.send(messages.SetTensor(row.tobytes(), 0, data.tobytes()))
+            assert np.array_equal(vectors.get(0).reshape(data.shape), data), "exact, half precision or not"
+        stats = through.forwarder.stats()
+    assert stats["plain_bytes_up"] > 2 * data.nbytes
+    assert stats["wire_bytes_up"] < 1.1 * table.nbytes
+
+
 def test_a_weight_that_the_peer_has_never_crosses(tmp_path: Path) -> None:
     data = np.random.default_rng(2).bytes(11 << 20)
     row = messages.tensor_bytes(id=1, type=0, ne=(len(data) // 4, 1, 1, 1), nb=(4, *[len(data)] * 3), name=b"blk.0.w")

@@ -25,6 +25,7 @@ _RATE_UNITS = {"": 1, "bit": 1, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 _DELAY_UNITS = {"": 1.0, "us": 1e-6, "ms": 1e-3, "s": 1.0}
 # Small enough that a step's messages are not let through unshaped, large enough for one segment of the largest offload.
 _BURST_BYTES = 64 << 10
+_UNSHAPED_BITS = 30e9
 
 
 def parse_rate(text: str) -> float:
@@ -85,6 +86,19 @@ class Link:
         self._remove()
 
     @contextmanager
+    def unshaped(self) -> Iterator[None]:
+        """Meanwhile the rate is as good as none: for what is not measured, such as a load."""
+        self._set_rate(_UNSHAPED_BITS)
+        try:
+            yield
+        finally:
+            self._set_rate(self.rate_bits)
+
+    def _set_rate(self, bits: float) -> None:
+        for netns in (self.head_netns, self.peer_netns):
+            _tc(netns, "change", "dev", "veth0", "root", "handle", "1:", "tbf", *_tbf(bits))
+
+    @contextmanager
     def relayed(self, host: str, port: int) -> Iterator[str]:
         """What a head in ``head_netns`` connects to for a peer at ``host:port``: the relay, where one is needed."""
         if not self._relay_delay_s:
@@ -118,16 +132,13 @@ class Link:
             _ip("-n", netns, "address", "add", f"{address}/24", "dev", "veth0")
             _ip("-n", netns, "link", "set", "lo", "up")
             _ip("-n", netns, "link", "set", "veth0", "up")
-            _tc(netns, "add", "dev", "veth0", "root", "handle", "1:", "tbf", *self._tbf())
+            _tc(netns, "add", "dev", "veth0", "root", "handle", "1:", "tbf", *_tbf(self.rate_bits))
         netem = bool(self.delay_s) and all(self._netem(netns) for netns, _ in ends)
         if self.delay_s and not netem:
             self._relay_delay_s = self.delay_s
         by = "netem" if netem else "a relay of the benchmark's own, because this kernel has no netem"
         self.description = f"{self.rate_bits / 1e6:g} Mbit/s each way (tc tbf)"
         self.description += f", {self.delay_s * 1e3:g} ms each way by {by}" if self.delay_s else ", no added delay"
-
-    def _tbf(self) -> list[str]:
-        return ["rate", f"{self.rate_bits:.0f}bit", "burst", str(_BURST_BYTES), "latency", "200ms"]
 
     def _netem(self, netns: str) -> bool:
         """Under the token bucket, so that the rate is kept and then the bytes wait."""
@@ -151,6 +162,10 @@ class Link:
     def _remove(self) -> None:
         for netns in (self.head_netns, self.peer_netns):
             subprocess.run(["ip", "netns", "delete", netns], capture_output=True, check=False)
+
+
+def _tbf(bits: float) -> list[str]:
+    return ["rate", f"{bits:.0f}bit", "burst", str(_BURST_BYTES), "latency", "200ms"]
 
 
 def _remove_abandoned() -> None:

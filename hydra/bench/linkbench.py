@@ -52,7 +52,8 @@ class Plan:
 class Row:
     """One way at one filling. tps: tokens a second (with MTP: at 70 % acceptance of three drafts); step_ms: median.
 
-    bytes and messages: to the peer and from it, a step. ratio_to_stock: above 1 = faster than the stock pair.
+    bytes and messages: to the peer and from it, a step. ratio_to_stock: above 1 = faster than the stock pair. hop_us:
+    what a step takes longer than with the way "hydra": the hop's cost where the link saves nothing. 0 without that way.
     """
 
     network: str
@@ -65,6 +66,7 @@ class Row:
     step_ms: float
     tps: float
     ratio_to_stock: float
+    hop_us: float
     exact: bool
     logit_error: float
 
@@ -74,23 +76,62 @@ def tokens_per_step(mtp: bool) -> float:
     return sum(ACCEPTANCE**k for k in range(WIDTHS[mtp]))
 
 
-def run(plan: Plan, report: Report) -> list[Row]:
-    """Raises: HydraError when a peer, a link or a head does not come up."""
+class Progress:
+    """Rows measured so far, in a file of JSON lines that a later run goes on from. The first line is what was asked."""
+
+    def __init__(self, file: Path | None, plan: Plan) -> None:
+        self._file = file
+        self.rows: list[Row] = []
+        asked = {key: value for key, value in asdict(plan).items() if key not in ("links", "n_kv", "mtp")}
+        asked = json.loads(json.dumps({**asked, "model": plan.model.name}))
+        if file is None:
+            return
+        try:
+            lines = [json.loads(line) for line in file.read_text().splitlines()]
+        except FileNotFoundError:
+            file.write_text(json.dumps(asked) + "\n")
+            return
+        except (OSError, ValueError) as exc:
+            raise ConfigError(f"{file} cannot be read: {exc}.", "Give --resume a new file.") from None
+        if not lines or lines[0] != asked:
+            raise ConfigError(f"{file} is of a run with other options.", "Give --resume a new file.")
+        self.rows = [Row(**line) for line in lines[1:]]
+
+    def has(self, network: str, n_kv: int, mtp: bool) -> bool:
+        return any((row.network, row.n_kv, row.mtp) == (network, n_kv, mtp) for row in self.rows)
+
+    def add(self, rows: list[Row]) -> None:
+        self.rows += rows
+        if self._file is not None:
+            with self._file.open("a") as out:
+                out.writelines(json.dumps(asdict(row)) + "\n" for row in rows)
+
+
+def run(plan: Plan, report: Report, file: Path | None = None) -> list[Row]:
+    """file: where rows are kept as they are measured; those that it has are not measured again.
+
+    Raises: HydraError when a peer, a link or a head does not come up; ConfigError for a file of another run.
+    """
     from hydra.bench.link import Link, parse_link
 
-    rows: list[Row] = []
+    progress = Progress(file, plan)
     for network in plan.links:
+        wanted = [(n_kv, mtp) for n_kv in plan.n_kv for mtp in plan.mtp if not progress.has(network, n_kv, mtp)]
+        if not wanted:
+            continue
         with contextlib.ExitStack() as stack:
             shaped = None if network == "loopback" else stack.enter_context(Link(*parse_link(network)))
             report(f"{network}: loading {len(plan.ways)} times{f' ({shaped.description})' if shaped else ''}")
-            heads = {way: stack.enter_context(_head(way, plan, shaped)) for way in plan.ways}
-            for n_kv in plan.n_kv:
-                for head in heads.values():
-                    head.ask({"fill": n_kv})
-                for mtp in plan.mtp:
+            with shaped.unshaped() if shaped else contextlib.nullcontext():
+                heads = {way: stack.enter_context(_head(way, plan, shaped)) for way in plan.ways}
+            for n_kv in sorted({n_kv for n_kv, _ in wanted}):
+                with shaped.unshaped() if shaped else contextlib.nullcontext():
+                    for head in heads.values():
+                        head.ask({"fill": n_kv})
+                for mtp in (mtp for cells, mtp in wanted if cells == n_kv):
                     report(f"{network}: {n_kv} cells, MTP {'on' if mtp else 'off'}")
-                    rows += _measure(plan, heads, network, n_kv, mtp)
-    return rows
+                    progress.add(_measure(plan, heads, network, n_kv, mtp))
+    return progress.rows
 
 
 def _measure(plan: Plan, heads: dict[str, _Head], network: str, n_kv: int, mtp: bool) -> list[Row]:
@@ -119,6 +160,9 @@ def _measure(plan: Plan, heads: dict[str, _Head], network: str, n_kv: int, mtp: 
         up, down = carried.get(f"{kind}_bytes_up", 0.0), carried.get(f"{kind}_bytes_down", 0.0)
         sends = carried.get("wire_sends" if per_step[way] else "plain_messages", 0.0)
         step_ms = statistics.median(times[way])
+        hop = 1e3 * statistics.median(
+            own - direct for own, direct in zip(times[way], times.get("hydra", times[way]), strict=True)
+        )
         ratios = [base / own for base, own in zip(times[first], times[way], strict=True)]
         error = max(
             abs(a - b)
@@ -127,7 +171,7 @@ def _measure(plan: Plan, heads: dict[str, _Head], network: str, n_kv: int, mtp: 
         )
         rows.append(
             Row(network, way, n_kv, mtp, round(up + down), round(up), round(sends, 2), round(step_ms, 3),
-                round(1e3 / step_ms * tokens_per_step(mtp), 2), round(statistics.median(ratios), 4),
+                round(1e3 / step_ms * tokens_per_step(mtp), 2), round(statistics.median(ratios), 4), round(hop, 1),
                 expected[way]["tokens"] == expected[first]["tokens"] and error == 0, error)
         )  # fmt: skip
     return rows
@@ -245,6 +289,10 @@ def command(
     steps: Annotated[int, typer.Option("--steps", metavar="N", min=1, help="Steps of a turn.")] = 6,
     device: Annotated[str, typer.Option("--device", metavar="NAME", help="The peer's ggml device.")] = "CPU",
     threads: Annotated[int, typer.Option("--threads", "-t", metavar="N", min=1, help="CPU threads of each.")] = 2,
+    resume: Annotated[
+        Path | None,
+        typer.Option("--resume", metavar="FILE", help="Keep each row in FILE as it is measured, and go on from there."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Report as one JSON object, last on stdout.")] = False,
 ) -> None:
     """Compare what a step sends and how long it takes: stock pair, our peer, and through the link."""
@@ -270,12 +318,12 @@ def command(
         networks, cells, {"on": (True,), "off": (False,), "both": (False, True)}[mtp], chosen, turns, steps, device,
         threads,
     )  # fmt: skip
-    rows = run(plan, console.note)
+    rows = run(plan, console.note, resume)
     console.table(
-        ("network", "way", "n_kv", "MTP", "bytes/step", "messages", "ms/step", "tok/s", "to stock", "exact"),
+        ("network", "way", "n_kv", "MTP", "bytes/step", "messages", "ms/step", "tok/s", "to stock", "hop", "exact"),
         [
             (r.network, r.way, r.n_kv, "on" if r.mtp else "off", f"{r.bytes_per_step:,.0f}", f"{r.messages_per_step:g}",
-             f"{r.step_ms:.2f}", f"{r.tps:.1f}", f"{r.ratio_to_stock:.3f}",
+             f"{r.step_ms:.2f}", f"{r.tps:.1f}", f"{r.ratio_to_stock:.3f}", f"{r.hop_us:+.0f} µs",
              "yes" if r.exact else f"logits ±{r.logit_error:.2g}")
             for r in rows
         ],

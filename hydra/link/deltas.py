@@ -6,9 +6,14 @@ tensor may have been overwritten on the device since is no matter, because every
 
 What is kept. A message is kept from its second sighting on, so that a load (every weight once) leaves nothing behind.
 It is known again by what it is about: a SET_TENSOR by (size, buffer, address, cache flag, offset), a GRAPH_COMPUTE by
-(size, device), GET_TENSOR and GRAPH_RECOMPUTE by all their bytes. Only the head decides what stands in which slot;
-the peer obeys within the agreed bounds, so the two cannot disagree. FREE_BUFFER drops what was kept of the buffer, a
-new connection begins with nothing.
+(size, device), GET_TENSOR and GRAPH_RECOMPUTE by all their bytes.
+
+Rows. What a peer's first layers are given is the embeddings of the step's tokens: new in every step, yet each row has
+been sent when its token last came by. A float32 tensor that changes everywhere is therefore sent row by row for as long
+as rows repeat: each is kept by itself (a KEEP that holds a row, not a message), and said by its number the next time.
+
+Only the head decides what stands in which slot; the peer obeys within the agreed bounds, so the two cannot disagree.
+FREE_BUFFER drops what was kept of the buffer (rows are of no buffer), a new connection begins with nothing.
 """
 
 from __future__ import annotations
@@ -32,12 +37,18 @@ _GAP_WORDS = 4  # equal stretches up to 32 bytes long are sent along: a range co
 _FEW = 32
 _SEEN = 8192
 _LAST_PAUSE = 256  # a message that always changes everywhere is looked at once in so many times
+_ROW_BYTES = (1024, 256 << 10)  # rows shorter than this save little; longer ones are no token's
+_ROW_KEY_BYTES = 64  # rows that begin alike are the same row nearly always; the rest is compared then
+_DRY_ROWS = 256  # so many new rows in sequence: these are no embeddings, but results of layers, which never repeat
+_MESSAGE_SLOTS = 256  # of all slots, those that rows leave to messages
 HALF_PIECE_BYTES = 256 << 10
 
 # size, (id, type) buffer, (…) data, (name, use_count) cache_flag, offset
 _SET_KEY = struct.Struct("<x Q 12x Q 200x Q 68x B Q")
 _GET_BUFFER = struct.Struct("<21x Q")
 _GRAPH_KEY = struct.Struct("<x Q I")
+_SET_SHAPE = struct.Struct("<17x I 8x I")  # (command, size, id) type, (buffer) ne[0]
+_F32 = 0
 _ONE_RANGE = struct.Struct("<BHHII")  # a PATCH of one range
 _SLOT = frames.SLOT
 # Plain numbers: an enumeration's members cost a look-up each time, and comparing goes through their class.
@@ -53,7 +64,10 @@ _memcmp.restype = ctypes.c_int
 class _Kept:
     """One kept message on the head."""
 
-    __slots__ = ("address", "buffer", "content", "key", "number", "pause", "skip", "used", "view", "words")
+    __slots__ = (
+        "address", "buffer", "by_row", "content", "dry", "key", "number", "pause", "row", "skip", "used", "view",
+        "words",
+    )  # fmt: skip
 
     def __init__(self, number: int, key: Hashable, buffer: int, message: memoryview) -> None:
         self.number = number
@@ -66,6 +80,19 @@ class _Kept:
         self.skip = 0  # how many more times not to look for ranges
         self.pause = 0
         self.used = 0
+        self.row = _row_bytes(message, len(message))
+        self.by_row = False  # it changes everywhere, and its rows may be known
+        self.dry = 0  # rows in sequence that were not
+
+
+class _Row:
+    """One kept row."""
+
+    __slots__ = ("content", "number")
+
+    def __init__(self, number: int, content: bytes) -> None:
+        self.number = number
+        self.content = content
 
 
 class Encoder:
@@ -84,6 +111,10 @@ class Encoder:
         self._seen: dict[Hashable, None] = {}
         self._free = list(range(terms.slots - 1, -1, -1))
         self._bytes = 0
+        self._rows: dict[bytes, _Row] = {}  # the longest unused first
+        self._row_bytes = 0
+        self._row_slots = max(terms.slots - _MESSAGE_SLOTS, terms.slots // 2)
+        self._row_limit = terms.store_bytes // 4 * 3
         self._clock = 0
         self._differs = np.zeros(0, dtype=np.bool_)
 
@@ -130,6 +161,8 @@ class Encoder:
                 self._tail(kept, message)
         elif not _memcmp(address, kept.address, size):
             self._put(_SLOT.pack(_SAME, kept.number))
+        elif kept.by_row:
+            self._by_row(kept, message)
         elif kept.skip:
             kept.skip -= 1
             self._tail(kept, message)
@@ -157,7 +190,10 @@ class Encoder:
             self.plain(message)
             return
         while not self._free or self._bytes + size > self._limit:
-            self._drop(min(self._kept.values(), key=lambda kept: kept.used))
+            if self._kept:
+                self._drop(min(self._kept.values(), key=lambda kept: kept.used))
+            else:
+                self._drop_row()
         kept = self._kept[key] = _Kept(self._free.pop(), key, buffer, message)
         self._clock += 1
         kept.used = self._clock
@@ -174,6 +210,69 @@ class Encoder:
         del self._kept[kept.key]
         self._free.append(kept.number)
         self._bytes -= len(kept.content)
+
+    def row_bytes(self, message: memoryview, total: int) -> int:
+        """Bytes of a row where a message (a SET_TENSOR's head at least; total: its length) may go by rows, else 0."""
+        return _row_bytes(message, total) if self.deltas else 0
+
+    def row_head(self, message: memoryview) -> None:
+        """What stands before a message's rows."""
+        self._row(bytes(message[:SET_HEAD]), message[:SET_HEAD])
+
+    def row(self, part: memoryview) -> bool:
+        """A row: by its number, or whole and kept. Returns whether it was known."""
+        return self._row(bytes(part[:_ROW_KEY_BYTES]), part)
+
+    def _by_row(self, kept: _Kept, message: memoryview) -> None:
+        """Its head and each of its rows by itself. The kept message stays as it was, at both ends."""
+        row = kept.row
+        self.row_head(message)
+        known = 0
+        for at in range(SET_HEAD, len(message), row):
+            known += self.row(message[at : at + row])
+        if known:
+            kept.dry = 0
+            return
+        kept.dry += (len(message) - SET_HEAD) // row
+        if kept.dry >= _DRY_ROWS:
+            kept.by_row = False
+            kept.dry = 0
+            kept.skip = kept.pause = _LAST_PAUSE
+
+    def _row(self, key: bytes, part: memoryview) -> bool:
+        content = bytes(part)
+        row = self._rows.pop(key, None)
+        if row is not None and row.content == content:
+            self._rows[key] = row
+            self._put(_SLOT.pack(_SAME, row.number))
+            return True
+        size = len(content)
+        if row is not None:
+            self._forget_row(row)
+        while self._rows and (
+            not self._free or len(self._rows) >= self._row_slots or self._row_bytes + size > self._row_limit
+            or self._bytes + size > self._limit
+        ):  # fmt: skip
+            self._drop_row()
+        if not self._free or self._bytes + size > self._limit:
+            self.plain(content)
+            return False
+        row = self._rows[key] = _Row(self._free.pop(), content)
+        self._bytes += size
+        self._row_bytes += size
+        self._put(frames.KEEP.pack(Up.KEEP, row.number, size))
+        self._put(content)
+        return False
+
+    def _drop_row(self) -> None:
+        """The one that has not been used for longest."""
+        self._forget_row(self._rows.pop(next(iter(self._rows))))
+
+    def _forget_row(self, row: _Row) -> None:
+        self._put(frames.SLOT.pack(Up.DROP, row.number))
+        self._free.append(row.number)
+        self._bytes -= len(row.content)
+        self._row_bytes -= len(row.content)
 
     def _tail(self, kept: _Kept, message: memoryview) -> None:
         """Changed all over: whole, without the head of a SET_TENSOR where that is what it was."""
@@ -193,7 +292,11 @@ class Encoder:
             # Activations change everywhere in every step: do not look again for some time.
             kept.pause = min(2 * kept.pause + 1, _LAST_PAUSE)
             kept.skip = kept.pause
-            self._tail(kept, message)
+            kept.by_row = kept.row > 0
+            if kept.by_row:
+                self._by_row(kept, message)
+            else:
+                self._tail(kept, message)
             return
         kept.pause = 0
         view = kept.view
@@ -221,7 +324,8 @@ class Encoder:
         changed = np.flatnonzero(differs)
         if len(changed) <= _FEW:
             return _few_spans(changed.tolist(), size)
-        if 8 * len(changed) > 0.9 * size:
+        enough = 0.9 * (size - SET_HEAD if kept.row else size)  # a tensor's head hardly ever changes
+        if 8 * len(changed) > enough:
             return None
         breaks = np.flatnonzero(np.diff(changed) > _GAP_WORDS)
         if len(breaks) >= frames.MAX_RANGES:
@@ -233,7 +337,17 @@ class Encoder:
         table[:-1, 1] = (changed[breaks] + 1) * 8
         table[:, 1] -= table[:, 0]
         cost = frames.PATCH.size + table.nbytes + int(table[:, 1].sum())
-        return table.ravel().tolist() if cost < 0.9 * size else None
+        return table.ravel().tolist() if cost < enough else None
+
+
+def _row_bytes(message: memoryview, total: int) -> int:
+    """Of a SET_TENSOR that is whole rows of float32: the bytes of one; else 0."""
+    if message[0] != _SET_TENSOR or total <= SET_HEAD:
+        return 0
+    kind, columns = _SET_SHAPE.unpack_from(message)
+    row = 4 * int(columns)
+    least, most = _ROW_BYTES
+    return row if kind == _F32 and least <= row <= most and (total - SET_HEAD) % row == 0 else 0
 
 
 def _few_spans(changed: list[int], size: int) -> list[int]:

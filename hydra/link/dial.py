@@ -69,12 +69,13 @@ def _ready(upstream: Upstream, settings: LinkSettings) -> Upstream:
     # The kernel waits, not a poll before each call; the tick is for looking at the clock.
     sock.settimeout(None)
     tick = min(0.5, settings.silence_s / 4)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _timeval(tick))
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(settings.silence_s))
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeval(tick))
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeval(settings.silence_s))
     return upstream
 
 
-def _timeval(seconds: float) -> bytes:
+def timeval(seconds: float) -> bytes:
+    """What SO_RCVTIMEO and SO_SNDTIMEO take."""
     whole = int(seconds)
     return struct.pack("ll", whole, int((seconds - whole) * 1e6))
 

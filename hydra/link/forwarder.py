@@ -24,10 +24,10 @@ from typing import Any
 
 from hydra.errors import HydraError, PeerError, ProtocolError
 from hydra.link import frames
-from hydra.link.deltas import Encoder, narrow, widen
-from hydra.link.dial import Upstream, dial
+from hydra.link.deltas import SET_HEAD, Encoder, narrow, widen
+from hydra.link.dial import Upstream, dial, timeval
 from hydra.link.frames import Down, Flag, Hello, Up
-from hydra.link.half import is_activation, is_activation_request
+from hydra.link.half import is_activation, is_activation_request, is_embedding
 from hydra.link.settings import LinkSettings
 from hydra.rpc import wire
 from hydra.rpc.wire import Command
@@ -40,13 +40,22 @@ PIECE_BYTES = 1 << 20
 # Inputs wait for the graph that they are for (the client waits for nothing that is not urgent), but no more than this
 # of them: then the wire is the slow part.
 FLUSH_BYTES = 64 << 10
+# Nor do those that give the peer something to copy, however short they are said: it does that while the client goes on.
+EARLY_BYTES = 32 << 10
+# The client sends a message in three pieces: 1 byte, 8, the rest. Ten bytes are in the third, so the kernel wakes us
+# once a message and not three times. The one message that has no third (DEVICE_COUNT) waits for the tick, once a model
+# runs; before that nine will do.
+_HEAD_BYTES = wire.HEADER.size
+_THIRD_PIECE = _HEAD_BYTES + 1
+_TICK_S = 0.1
 _MAX_PARTS = 500  # of one sendmsg; the kernel takes 1,024
 _HEADER = wire.HEADER.size
 _PLAIN_FOR_S = 10.0  # for so long after its last connection a peer is taken for the stock peer that it was
 _RELAY_BYTES = 1 << 20
 _EXPLAIN_S = 1.0
 # What must not wait for more: requests with a reply, and what the device could be computing meanwhile.
-URGENT = frozenset({*wire.REPLY_SIZES, Command.GRAPH_COMPUTE, Command.GRAPH_RECOMPUTE})
+GRAPHS = frozenset({Command.GRAPH_COMPUTE, Command.GRAPH_RECOMPUTE})
+URGENT = frozenset({*wire.REPLY_SIZES, *GRAPHS})
 
 
 @dataclass
@@ -244,10 +253,10 @@ class Carried:
             return PeerError(f"{where} closed the connection: {said.rstrip('.')}.", "The peer's log has more.")
         return PeerError(f"{where} closed the connection.", "Its log says why, or its process died.")
 
-    def _from_client(self, room: memoryview, count: int = 0, flags: int = 0) -> int:
+    def _from_client(self, room: memoryview) -> int:
         """Bytes received, 0 at the end: a client that dies with bytes on the way resets the connection."""
         try:
-            return self.client.recv_into(room, count, flags)
+            return self.client.recv_into(room)
         except ConnectionError:
             return 0
 
@@ -296,8 +305,12 @@ class Linked(Carried):
         self._view = memoryview(self._rx)
         self._address = addressof(c_char.from_buffer(self._rx))
         self._shortest = [_HEADER + wire.REQUEST_SIZES.get(cmd, 0) for cmd in range(256)]
-        self._shortest[Command.SET_TENSOR] = _HEADER + wire.SET_TENSOR_HEAD_SIZE
+        self._shortest[Command.SET_TENSOR] = SET_HEAD
         self._pos = self._end = 0
+        self._undelivered = 0  # bytes that the peer will make of what waits in the encoder
+        self._between = _HEAD_BYTES  # so many bytes are waited for between two messages
+        self._low_water = 1
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeval(_TICK_S))
 
     def describe(self) -> dict[str, Any]:
         return {
@@ -331,24 +344,39 @@ class Linked(Carried):
                 self._pos = pos + total
                 counters.plain_messages += 1
                 counters.plain_bytes_up += total
-                urgent = urgent or cmd in URGENT
-            if encoder.out and (urgent or encoder.out_bytes >= FLUSH_BYTES or len(encoder.out) >= _MAX_PARTS):
+                self._undelivered += total
+                if cmd in URGENT:
+                    urgent = True
+                    if cmd in GRAPHS:
+                        self._between = _THIRD_PIECE
+            out = encoder.out_bytes
+            if out and (
+                urgent or out >= FLUSH_BYTES or self._undelivered >= EARLY_BYTES or len(encoder.out) >= _MAX_PARTS
+            ):
                 self._flush()
             self._make_room(missing)
-            end = self._end
-            if not missing and end > self._pos:
-                # The client sends a message in three pieces (1, 8 and the rest): with the first, wait for all that is
-                # sure to follow. SO_RCVLOWAT would spare the first wake-up too, but then the kernel does not wake for
-                # less than that at all, not even for the last rest of a message.
-                missing = self._shortest[view[self._pos]] - (end - self._pos)
-            if missing > 0:
-                got = self._from_client(view[end : end + missing], missing, socket.MSG_WAITALL)
-            else:
-                got = self._from_client(view[end:])
+            if not missing:
+                have = self._end - self._pos
+                missing = self._shortest[view[self._pos]] - have if have else self._between
+            got = self._receive(missing, view[self._end :])
             if not got:
                 self.closing = True
                 return
-            self._end = end + got
+            self._end += got
+
+    def _receive(self, least: int, room: memoryview) -> int:
+        """Bytes received into room: at least so many where more are sure to come; 0 when the client has gone.
+
+        Fewer after a tick, so that a wrong guess costs time only.
+        """
+        if least != self._low_water:
+            self.client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, least)
+            self._low_water = least
+        while True:
+            try:
+                return self._from_client(room)
+            except BlockingIOError:
+                continue  # a tick without anything
 
     def _make_room(self, missing: int) -> None:
         """Space for the rest of a message, or for a good many new ones; what was read may be overwritten once sent."""
@@ -369,6 +397,7 @@ class Linked(Carried):
         counters.wire_sends += 1
         counters.wire_bytes_up += total
         self.encoder.clear()
+        self._undelivered = 0
         for first in range(0, len(parts), _MAX_PARTS):
             some = parts[first : first + _MAX_PARTS]
             try:
@@ -392,11 +421,17 @@ class Linked(Carried):
         self.counters.plain_bytes_up += total
         if cmd in wire.REPLY_SIZES:
             raise ProtocolError(f"{wire.command_name(cmd)} of {total} bytes from the engine.")
+        if cmd == Command.SET_TENSOR and total > SET_HEAD:
+            self._read_up_to(SET_HEAD)
+            row = self.encoder.row_bytes(self._view[self._pos :], total)
+            if row and is_embedding(self._view[self._pos :]):
+                self._stream_rows(total, row)
+                return
         half = cmd == Command.SET_TENSOR and self.half and self._halved(cmd, total)
         left = total
         if half:
-            self._read_up_to(_HEADER + wire.SET_TENSOR_HEAD_SIZE)
-            head = self._view[self._pos : self._pos + _HEADER + wire.SET_TENSOR_HEAD_SIZE]
+            self._read_up_to(SET_HEAD)
+            head = self._view[self._pos : self._pos + SET_HEAD]
             self._send(frames.LENGTH.pack(Up.PLAIN, len(head)), head)
             self._pos += len(head)
             left -= len(head)
@@ -404,7 +439,7 @@ class Linked(Carried):
         while left:
             if self._pos == self._end:
                 self._pos = self._end = 0
-                got = self._from_client(self._view[: min(left, PIECE_BYTES)])
+                got = self._receive(1, self._view[: min(left, PIECE_BYTES)])
                 if not got:
                     raise _EngineLeft
                 self._end = got
@@ -427,25 +462,42 @@ class Linked(Carried):
             self._pos += count
             left -= count
 
+    def _stream_rows(self, total: int, row: int) -> None:
+        """A prompt's embeddings: most tokens of a prompt come in it more than once."""
+        self.encoder.row_head(self._view[self._pos :])
+        self._pos += SET_HEAD
+        for _ in range((total - SET_HEAD) // row):
+            if self._end - self._pos < row:
+                self._flush()
+                self._read_up_to(row)
+            self.encoder.row(self._view[self._pos : self._pos + row])
+            self._pos += row
+            self._undelivered += row
+            if self._undelivered >= PIECE_BYTES:
+                self._flush()
+        self._flush()
+
     def _read_up_to(self, count: int) -> None:
         """Until count bytes lie contiguous from pos; only with nothing waiting to be sent."""
         if CAPACITY - self._pos < count:
             rest = bytes(self._view[self._pos : self._end])
             self._view[: len(rest)] = rest
             self._pos, self._end = 0, len(rest)
-        missing = count - (self._end - self._pos)
-        if missing > 0:
-            if self._from_client(self._view[self._end : self._end + missing], missing, socket.MSG_WAITALL) < missing:
+        while (missing := count - (self._end - self._pos)) > 0:
+            got = self._receive(missing, self._view[self._end : self._end + missing])
+            if not got:
                 raise _EngineLeft
-            self._end += missing
+            self._end += got
 
     def _halved(self, cmd: int, total: int) -> bool:
         """Whether a message is to be carried in half precision; a GET_TENSOR's reply is asked for so here."""
-        if cmd == Command.SET_TENSOR and total > _HEADER + wire.SET_TENSOR_HEAD_SIZE:
-            if self._end - self._pos < _HEADER + wire.SET_TENSOR_HEAD_SIZE:
+        if cmd == Command.SET_TENSOR and total > SET_HEAD:
+            if self._end - self._pos < SET_HEAD:
                 self._flush()
-                self._read_up_to(_HEADER + wire.SET_TENSOR_HEAD_SIZE)
-            return is_activation(self._view[self._pos :], total)
+                self._read_up_to(SET_HEAD)
+            message = self._view[self._pos :]
+            known = self.encoder.row_bytes(message, total) > 0 and is_embedding(message)
+            return not known and is_activation(message, total)
         whole = cmd == Command.GET_TENSOR and self._end - self._pos >= total
         if whole and is_activation_request(self._view[self._pos : self._pos + total]):
             head = frames.LENGTH.pack(Up.HALVE, self._replies)

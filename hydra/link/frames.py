@@ -39,7 +39,7 @@ MAGIC = b"hydralnk"
 FIRST_BYTE = MAGIC[0]
 HELLO = struct.Struct("<8sHHIQII")
 
-MAX_SLOTS = 512
+MAX_SLOTS = 4096
 MAX_STORE_BYTES = 64 << 20  # of kept messages, at each end of a connection
 MAX_KEPT_BYTES = 4 << 20  # of one kept message: a decode step's inputs and graphs, not a prefill's activations
 MAX_RANGES = 2048

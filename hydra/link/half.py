@@ -18,8 +18,11 @@ _HEADER = wire.HEADER.size
 _TYPE = struct.Struct(f"<{_HEADER + 8}x I")
 _NAME_AT = _HEADER + 228
 # Copies of a device's results are named "DEVICE#NAME#COPY" by the scheduler.
-_NAMES = rb"l_out|ffn_inp|attn_norm|norm|result_norm|result_embd|embd|inp_embd|model\.input_embed|inp_scaled|h_nextn"
-_ACTIVATION = re.compile(rb"^(?:.*#)?(?:" + _NAMES + rb")(?:-\d+)?(?: \(.*\))?(?:#\d+)?$")
+_EMBEDDINGS = rb"embd|inp_embd|model\.input_embed|inp_scaled"
+_NAMES = rb"l_out|ffn_inp|attn_norm|norm|result_norm|result_embd|h_nextn|" + _EMBEDDINGS
+_ACTIVATION, _EMBEDDING = (
+    re.compile(rb"^(?:.*#)?(?:" + names + rb")(?:-\d+)?(?: \(.*\))?(?:#\d+)?$") for names in (_NAMES, _EMBEDDINGS)
+)
 
 
 def is_activation(message: memoryview, total: int) -> bool:
@@ -29,6 +32,11 @@ def is_activation(message: memoryview, total: int) -> bool:
     if kind != _TYPE_F32 or message[at] or (total - at - 9) % 4:
         return False
     return named(bytes(message[_NAME_AT : _NAME_AT + wire.MAX_NAME]))
+
+
+def is_embedding(message: memoryview) -> bool:
+    """Whether a SET_TENSOR (at least its head) carries tokens' embeddings: deltas say those shorter, and exactly."""
+    return _EMBEDDING.match(bytes(message[_NAME_AT : _NAME_AT + wire.MAX_NAME]).split(b"\0")[0]) is not None
 
 
 def is_activation_request(message: memoryview) -> bool:
