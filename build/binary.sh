@@ -34,6 +34,7 @@ ensure_system_packages
 have readelf || fail "please install binutils (readelf is missing) and run this again"
 ensure_venv
 choose_backend
+complete_toolkit
 wheel=$(ensure_wheel "$cache/wheels/$llama_version-portable-$backend-$(build_key)")
 stamp="$venv/hydra-binary.stamp"
 now=$(cat "$root/constraints.txt" "$root/pyproject.toml" <(printf '%s\n' "$wheel") | sha256sum)

@@ -99,37 +99,6 @@ find_nvcc() {
     return 1
 }
 
-# What a CUDA toolkit may lack when only its compiler was installed: cublas, which is then taken from NVIDIA's package of
-# it, and the driver's library to link with where no driver is, which is then a library of the names that llama.cpp
-# takes from it (the box that runs the program brings the real one). Sets CUDA_LIBRARIES, the folder of both.
-complete_toolkit() {
-    local toolkit folder cublas_version=13.0.2.14
-    toolkit=$(dirname "$(dirname "$(readlink -f "$CUDACXX")")")
-    folder="$cache/cuda-libraries-$cublas_version"
-    CUDA_LIBRARIES="$folder/nvidia/cu13/lib"
-    if [[ -z $(find -L "$toolkit" /usr/include -name cublas_v2.h -print -quit 2>/dev/null) ]]; then
-        "$CUDACXX" --version | grep -q "release 13\." || fail "the CUDA toolkit in $toolkit lacks cublas: install it."
-        if [[ ! -f $folder/nvidia/cu13/include/cublas_v2.h ]]; then
-            say "the CUDA toolkit in $toolkit lacks cublas: fetching NVIDIA's package of it (421 MB)"
-            pip_install --no-deps --target "$folder" "nvidia-cublas==$cublas_version"
-        fi
-        # A package has the libraries by the names of their versions alone; a linker looks for them without.
-        ln -sf libcublas.so.13 "$CUDA_LIBRARIES/libcublas.so"
-        ln -sf libcublasLt.so.13 "$CUDA_LIBRARIES/libcublasLt.so"
-        cmake_args+=("-DCMAKE_CUDA_FLAGS=-I$folder/nvidia/cu13/include")
-    fi
-    if [[ -z $(find -L "$toolkit" /usr/lib -name libcuda.so -print -quit 2>/dev/null) ]]; then
-        mkdir -p "$CUDA_LIBRARIES"
-        if [[ ! -f $CUDA_LIBRARIES/libcuda.so ]]; then
-            printf 'void %s(void) {}\n' cuGetErrorString cuDeviceGet cuDeviceGetAttribute cuMemAddressFree \
-                cuMemAddressReserve cuMemCreate cuMemGetAllocationGranularity cuMemMap cuMemRelease cuMemSetAccess \
-                cuMemUnmap | g++ -x c -shared -fPIC -Wl,-soname,libcuda.so.1 -o "$CUDA_LIBRARIES/libcuda.so" -
-        fi
-        cmake_args+=("-DCUDA_cuda_driver_LIBRARY=$CUDA_LIBRARIES/libcuda.so")
-    fi
-    cmake_args+=("-DCMAKE_LIBRARY_PATH=$CUDA_LIBRARIES")
-}
-
 # Sets `backend` (cpu or cuda) and `cmake_args` (an array), from what is here and what was asked for.
 choose_backend() {
     local nvcc="" cuda_floor="12.8 or newer for RTX 50 cards"
@@ -156,11 +125,43 @@ choose_backend() {
         local architectures="${HYDRA_CUDA_ARCHITECTURES:-}"
         [[ $architectures ]] || gpu_here || architectures="86;120"
         [[ $architectures ]] && cmake_args+=("-DCMAKE_CUDA_ARCHITECTURES=$architectures")
-        complete_toolkit
     fi
     local extra=()
     read -r -a extra <<<"${HYDRA_CMAKE_ARGS:-}"
     cmake_args+=("${extra[@]}")
+}
+
+# What a CUDA toolkit may lack when only its compiler was installed: cublas, which is then taken from NVIDIA's package of
+# it, and the driver's library to link with where no driver is, which is then a library of the names that llama.cpp
+# takes from it (the box that runs the program brings the real one). After choose_backend; adds to cmake_args, and sets
+# CUDA_LIBRARIES, the folder of both.
+complete_toolkit() {
+    local toolkit folder cublas_version=13.0.2.14
+    [[ $backend == cuda ]] || return 0
+    toolkit=$(dirname "$(dirname "$(readlink -f "$CUDACXX")")")
+    folder="$cache/cuda-libraries-$cublas_version"
+    CUDA_LIBRARIES="$folder/nvidia/cu13/lib"
+    if [[ -z $(find -L "$toolkit" /usr/include -name cublas_v2.h -print -quit 2>/dev/null) ]]; then
+        "$CUDACXX" --version | grep -q "release 13\." || fail "the CUDA toolkit in $toolkit lacks cublas: install it."
+        if [[ ! -f $folder/nvidia/cu13/include/cublas_v2.h ]]; then
+            say "the CUDA toolkit in $toolkit lacks cublas: fetching NVIDIA's package of it (421 MB)"
+            pip_install --no-deps --target "$folder" "nvidia-cublas==$cublas_version"
+        fi
+        # A package has the libraries by the names of their versions alone; a linker looks for them without.
+        ln -sf libcublas.so.13 "$CUDA_LIBRARIES/libcublas.so"
+        ln -sf libcublasLt.so.13 "$CUDA_LIBRARIES/libcublasLt.so"
+        cmake_args+=("-DCMAKE_CUDA_FLAGS=-I$folder/nvidia/cu13/include")
+    fi
+    if [[ -z $(find -L "$toolkit" /usr/lib -name libcuda.so -print -quit 2>/dev/null) ]]; then
+        mkdir -p "$CUDA_LIBRARIES"
+        if [[ ! -f $CUDA_LIBRARIES/libcuda.so ]]; then
+            printf 'void %s(void) {}\n' cuGetErrorString cuDeviceGet cuDeviceGetAttribute cuMemAddressFree \
+                cuMemAddressReserve cuMemCreate cuMemGetAllocationGranularity cuMemMap cuMemRelease cuMemSetAccess \
+                cuMemUnmap | g++ -x c -shared -fPIC -Wl,-soname,libcuda.so.1 -o "$CUDA_LIBRARIES/libcuda.so" -
+        fi
+        cmake_args+=("-DCUDA_cuda_driver_LIBRARY=$CUDA_LIBRARIES/libcuda.so")
+    fi
+    if [[ -d $CUDA_LIBRARIES ]]; then cmake_args+=("-DCMAKE_LIBRARY_PATH=$CUDA_LIBRARIES"); fi
 }
 
 # Everything that a finished build depends on. The kernels are compiled with -march=native, so the CPU's features count;
@@ -205,14 +206,22 @@ ensure_wheel() {
         exec 9>"$folder/.lock"
         flock --nonblock 9 || { say "another build of the same wheel is running; waiting for it"; flock 9; }
         if ! compgen -G "$folder/*.whl" >/dev/null; then
+            # Unpacked and built in places that stay until it is done: a build that was interrupted goes on from there.
+            if [[ ! -d $folder/source ]]; then
+                rm -rf "$folder/unpacked" "$folder/work"
+                mkdir "$folder/unpacked"
+                tar -xzf "$sdist" -C "$folder/unpacked" --strip-components=1
+                mv "$folder/unpacked" "$folder/source"
+            fi
             rm -rf "$folder/new"
             say "building llama.cpp for this box ($backend): some minutes, once. Options: ${cmake_args[*]}"
             CMAKE_ARGS="${cmake_args[*]} '-DCMAKE_PROJECT_llama_cpp_INCLUDE=$root/build/no-common.cmake'" \
                 "$python" "$root/build/progress.py" --what "llama.cpp" --log "$cache/logs/llama-cpp-python.log" -- \
                 "$python" -m pip wheel -v --disable-pip-version-check --no-cache-dir --no-deps --no-build-isolation \
-                --wheel-dir "$folder/new" "$sdist" || fail_build "llama.cpp"
+                --config-settings "build-dir=$folder/work" --wheel-dir "$folder/new" "$folder/source" ||
+                fail_build "llama.cpp"
             mv "$folder"/new/*.whl "$folder/"
-            rm -rf "$folder/new"
+            rm -rf "$folder/new" "$folder/source" "$folder/work"
         fi
         exec 9>&-
     fi
@@ -263,6 +272,7 @@ prepare() {
     ensure_system_packages
     ensure_venv
     choose_backend
+    complete_toolkit
     ensure_llama
     ensure_hydra "$1"
 }

@@ -7,6 +7,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 ensure_system_packages
 ensure_venv
 choose_backend
+complete_toolkit
 folder="$cache/stock-server/$llama_version-$backend-$(build_key)"
 if [[ ! -f $folder/complete ]]; then
     sdist=$(fetch_sdist)

@@ -145,6 +145,45 @@ def test_cuda_on_request(bash, bare_path):
         assert "-DCMAKE_CUDA_ARCHITECTURES=86;120" in default.stdout
 
 
+def toolkit(folder: Path, *, whole: bool) -> Path:
+    """A CUDA toolkit as far as the scripts look at it; without cublas and the driver's stub where only nvcc was got."""
+    (folder / "bin").mkdir(parents=True)
+    fake(folder / "bin", "nvcc", "echo 'Cuda compilation tools, release 13.0, V13.0.88'")
+    if whole:
+        for name in ("include/cublas_v2.h", "lib64/stubs/libcuda.so"):
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).touch()
+    return folder
+
+
+COMPLETE = 'pip_install() { mkdir -p "$3/nvidia/cu13/include" "$3/nvidia/cu13/lib"; echo "pip $*" >&2; }\n' \
+           'choose_backend; n=${#cmake_args[@]}; complete_toolkit; printf "%s\n" "${cmake_args[@]:n}"'  # fmt: skip
+
+
+def test_a_whole_toolkit_is_left_alone(bash, tmp_path):
+    shown = bash(COMPLETE, HYDRA_CUDA="1", CUDACXX=str(toolkit(tmp_path / "cuda", whole=True) / "bin/nvcc"))
+    assert shown.returncode == 0 and not shown.stdout.strip() and "pip" not in shown.stderr
+
+
+@pytest.mark.skipif(Path("/usr/include/cublas_v2.h").exists(), reason="this box has cublas")
+def test_a_compiler_alone_is_completed(bash, tmp_path):
+    shown = bash(COMPLETE, HYDRA_CUDA="1", CUDACXX=str(toolkit(tmp_path / "cuda", whole=False) / "bin/nvcc"))
+    assert shown.returncode == 0, shown.stderr
+    assert "nvidia-cublas==13." in shown.stderr
+    options = dict(line.split("=", 1) for line in shown.stdout.split())
+    assert options["-DCMAKE_CUDA_FLAGS"].endswith("/cu13/include")
+    libraries = Path(options["-DCMAKE_LIBRARY_PATH"])
+    assert (libraries / "libcublas.so").readlink() == Path("libcublas.so.13")
+    driver = subprocess.run(["readelf", "-d", "--dyn-syms", "-W", str(libraries / "libcuda.so")],
+                            capture_output=True, text=True, check=True).stdout  # fmt: skip
+    assert "soname: [libcuda.so.1]" in driver and "cuMemCreate" in driver
+
+
+def test_without_cuda_no_toolkit_is_looked_for(bash):
+    shown = bash(COMPLETE, HYDRA_CUDA="0", PATH="/usr/bin:/bin")
+    assert shown.returncode == 0 and not shown.stdout.strip()
+
+
 def test_a_wrong_setting_is_refused(bash):
     refused = bash(SHOW, HYDRA_CUDA="yes")
     assert refused.returncode == 1
