@@ -154,6 +154,10 @@ def _loaded(spec: HeadSpec, result: HeadResult) -> Iterator[Any]:
     split: list[float] = []
     if spec.peer:
         count = shape.n_layer if spec.peer_layers < 0 else spec.peer_layers
+        if count > shape.n_layer:
+            raise HydraError(
+                f"{count} layers cannot lie on the peer: the model has {shape.n_layer}.", "Give fewer with --layers."
+            )
         peer = llama.register_peer(spec.peer)
         if spec.everything_on_peer:
             devices, split, result.layers = [peer], [1.0], {"peer": shape.n_layer, "head": 0}
