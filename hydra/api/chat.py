@@ -60,6 +60,8 @@ async def _prepare(head: HeadState, request: ChatRequest) -> _Chat:
     requests = []
     for index in range(request.n):
         params = request.sampling(index)
+        if rendered.stops:
+            params["stop"] = [*(params.get("stop") or ()), *rendered.stops]
         if constraint is not None:
             params["json_schema"] = constraint
         control = head.template.marks.control
@@ -101,7 +103,7 @@ def _prompt(head: HeadState, request: ChatRequest) -> tuple[Rendered, dict[str, 
     if forced:
         constraint = _call_schema(tools, choice.function.name if isinstance(choice, NamedTool) else None)
         if template.marks.tools == "hermes":
-            rendered = Rendered(rendered.text + "<tool_call>\n", False)
+            rendered = Rendered(rendered.text + "<tool_call>\n", False, rendered.stops)
     elif tools and template.marks.tools == "generic":
         constraint = _generic_schema(tools)
     reading = {

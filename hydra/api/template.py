@@ -24,6 +24,7 @@ CHATML = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+CHATML_END = "<|im_end|>"
 TOOLS_PROMPT = (
     "You may call functions. They are, as JSON:\n{tools}\n"
     'To call one, answer only {{"tool_call": {{"name": …, "arguments": {{…}}}}}}. '
@@ -69,7 +70,7 @@ def recognise(source: str) -> Marks:
 
 @dataclass(frozen=True)
 class Rendered:
-    """A prompt, and what of the answer it has already begun."""
+    """A prompt, what of the answer it has already begun, and texts at which the answer ends."""
 
     text: str
     reasoning_open: bool
@@ -142,13 +143,15 @@ class ChatTemplate:
                 "Check the messages; the template itself is shown by /props.",
             ) from error
         mark = self.marks.think_open
-        return Rendered(text, bool(mark) and text.rstrip().endswith(str(mark).rstrip()))
+        # A model without a template knows ChatML's marks from text alone, not as a token that ends its answer.
+        stops = () if self.own else (CHATML_END,)
+        return Rendered(text, bool(mark) and text.rstrip().endswith(str(mark).rstrip()), stops)
 
     def close_reasoning(self, rendered: Rendered) -> Rendered:
         """The same prompt with its reasoning closed at once: a constrained answer begins with the answer."""
         if not rendered.reasoning_open:
             return rendered
-        return Rendered(f"{rendered.text.rstrip()}\n{self.marks.think_close}\n\n", False)
+        return Rendered(f"{rendered.text.rstrip()}\n{self.marks.think_close}\n\n", False, rendered.stops)
 
 
 class _Refused(Exception):
