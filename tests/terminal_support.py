@@ -35,13 +35,14 @@ def resize(screen: pyte.HistoryScreen, columns: int, rows: int) -> None:
 class Terminal:
     """`hydra ARGUMENTS` on a terminal of so many columns and rows, at home in `home`. `raw`: all that was written."""
 
-    def __init__(self, arguments: Sequence[str], columns: int, home: Path, rows: int = 30, **env: str) -> None:
+    def __init__(self, arguments: Sequence[str], columns: int, home: Path, rows: int = 30, *,
+                 python: str = sys.executable, **env: str) -> None:
         self.screen = pyte.HistoryScreen(columns, rows, history=HISTORY_LINES, ratio=0.5)
         self._stream = pyte.Stream(self.screen)
         self.raw = ""
         self._over = False
         clean = {key: value for key, value in os.environ.items() if key not in ("NO_COLOR", "FORCE_COLOR", "COLUMNS")}
-        self.child = pexpect.spawn(sys.executable, ["-m", "hydra", *arguments], dimensions=(rows, columns),
+        self.child = pexpect.spawn(python, ["-m", "hydra", *arguments], dimensions=(rows, columns),
                                    timeout=WAIT_S, encoding="utf-8", cwd=str(home),
                                    env={**clean, "HOME": str(home), "TERM": "xterm-256color",
                                         "PYTHONPATH": str(ROOT), **env})
@@ -98,7 +99,8 @@ class Terminal:
         deadline = time.monotonic() + WAIT_S
         while not self._over and time.monotonic() < deadline:
             self.take()
-        self.child.close()
+        if not self.child.closed:
+            self.child.close()
         return int(self.child.exitstatus or 0)
 
     def close(self) -> None:

@@ -155,3 +155,8 @@ def test_helpers_that_templates_use() -> None:
         "{% endif %}{{ x }}{% endfor %}{% generation %}g{% endgeneration %}"
     )
     assert ChatTemplate.of(source, "", "").render([USER]).text == '4{"ä": 1}1g'
+
+
+def test_only_the_stand_in_ends_by_a_text() -> None:
+    assert ChatTemplate.of("", "", "").render([USER]).stops == ("<|im_end|>",)
+    assert ChatTemplate.of(QWEN3, "", "").render([USER]).stops == ()

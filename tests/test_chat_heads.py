@@ -62,3 +62,12 @@ def test_a_tiny_model(tmp_path):
     figures = terminal.text().splitlines()[-1]
     assert "prompt " in figures and " tok/s · answer " in figures and " · context 4 %" in figures
     assert harmless(said).strip()[:20] in terminal.text()
+
+
+def test_a_model_without_a_template_ends_where_chatml_does(tmp_path):
+    (tmp_path / "none").touch()
+    with running_head(tmp_path, env={"FAKE_ENGINE_TEMPLATE": str(tmp_path / "none")}) as head:
+        asked = ["chat", say("Yes.<|im_end|>\n<|im_start|>user\nAnd now?"), "--url", head.url]
+        done = subprocess.run([sys.executable, "-m", "hydra", *asked], capture_output=True, timeout=60, cwd=ROOT,
+                              stdin=subprocess.DEVNULL)
+    assert (done.returncode, done.stdout) == (0, b"Yes.\n")
