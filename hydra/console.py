@@ -149,6 +149,21 @@ def marked(mark: str, style: str, text: str) -> None:
     out().print(Padding(grid, (0, 0, 0, 2)))
 
 
+def block(rows: Sequence[tuple[str, str]], line: str) -> None:
+    """A few named facts for the person at the terminal, on stderr, and below them a line to be copied: only the
+    terminal itself breaks that."""
+    from rich.table import Table
+    from rich.text import Text
+
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="bold", no_wrap=True)
+    grid.add_column(overflow="fold")
+    for name, fact in rows:
+        grid.add_row(f"  {name}", Text(fact))
+    err().print(grid)
+    err().print(line, soft_wrap=True)
+
+
 def clipboard(text: str) -> None:
     """Give text to the terminal's clipboard (OSC 52); terminals that do not allow it ignore it."""
     if err().is_terminal:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import sys
 from pathlib import Path
 
@@ -92,3 +93,22 @@ def test_once_served_it_does_not_speak_of_giving_up(view, capsys, monkeypatch):
     view.on_event(WAITS)
     view.close()
     assert "giving up" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("columns", [40, 100])
+def test_a_block_on_a_terminal(view, capsys, monkeypatch, columns):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", str(columns))
+    console.err.cache_clear()
+    view.ready(INFO)
+    err = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().err)
+    rows = dict(line.rstrip().split(maxsplit=1) for line in err.splitlines() if line.startswith("  ") and line.strip())
+    assert rows["model"] == "Qwen, 64 layers" and rows["layers"] == "25 on mini, 39 on tower"
+    assert rows["context"] == "65536 tokens" and rows["drafts"] == "MTP up to 3"
+    assert rows["API"] == "http://127.0.0.1:8080/v1"
+    curl = [line for line in err.splitlines() if line.startswith("  curl")]
+    assert curl and curl[0].endswith("""-d '{"messages":[{"role":"user","content":"Hello"}]}'"""), "to be copied"
+    view.ready(INFO)
+    assert "curl" not in capsys.readouterr().err, "after a recovery a line is enough"

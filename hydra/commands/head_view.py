@@ -85,16 +85,21 @@ class HeadView:
         layers = ", ".join(f"{count} on {node}" for node, count in (info.get("layers") or {}).items())
         mtp = info.get("mtp") or {}
         drafting = f"MTP up to {mtp.get('n_max')}" if mtp.get("enabled") else "no MTP"
-        log.info("%s: %s layers (%s), context %s, %s.", info.get("model"), info.get("n_layer"), layers,
-                 info.get("n_ctx"), drafting)
+        host = f"[{head.api_host}]" if ":" in head.api_host else head.api_host
+        url = f"http://{host}:{head.api_port}/v1"
+        block = not self.served and console.err().is_terminal
+        if not block:
+            log.info("%s: %s layers (%s), context %s, %s.", info.get("model"), info.get("n_layer"), layers,
+                     info.get("n_ctx"), drafting)
         for line in info.get("notes") or ():
             log.info("%s", line)
-        host = f"[{head.api_host}]" if ":" in head.api_host else head.api_host
-        log.info("Serving http://%s:%d/v1; talk to it with `hydra chat`. Ctrl-C stops it.", host, head.api_port)
-        if not self.served and console.err().is_terminal:
+        log.info("Serving %s; talk to it with `hydra chat`. Ctrl-C stops it.", url)
+        if block:
             key = ' -H "Authorization: Bearer $HYDRA_API_KEY"' if head.api_key else ""
-            console.note(f"  curl http://{host}:{head.api_port}/v1/chat/completions{key} "
-                         """-d '{"messages":[{"role":"user","content":"Hello"}]}'""")
+            console.block([("model", f"{info.get('model')}, {info.get('n_layer')} layers"), ("layers", layers),
+                           ("context", f"{info.get('n_ctx')} tokens"), ("drafts", drafting), ("API", url)],
+                          f"  curl {url}/chat/completions{key} "
+                          """-d '{"messages":[{"role":"user","content":"Hello"}]}'""")
         self.served = True
 
     def close(self) -> None:
