@@ -12,7 +12,7 @@ import importlib
 import importlib.util
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
 import typer
@@ -51,7 +51,17 @@ class LazyGroup(TyperGroup):
             formatter.write_dl(rows)
 
 
-app = typer.Typer(name="hydra", cls=LazyGroup, no_args_is_help=True, rich_markup_mode=None,
+def _words(name: str) -> Callable[[typer.Context, str], list[str]]:
+    """What Tab offers for an option: a function of hydra/commands/completion.py, imported when Tab is pressed."""
+    def found(ctx: typer.Context, incomplete: str) -> list[str]:
+        from .commands import completion
+
+        return getattr(completion, name)(ctx, incomplete)
+
+    return found
+
+
+app = typer.Typer(name="hydra", cls=LazyGroup, no_args_is_help=True, rich_markup_mode=None, add_completion=False,
                   pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]},
                   help="One large language model across two modest GPUs in two boxes.")
 config_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None,
@@ -68,9 +78,11 @@ app.add_typer(service_app, name="service")
 ConfigFile = Annotated[str | None, typer.Option(
     "--config", metavar="FILE", help="hydra.toml to use (or HYDRA_CONFIG; else ./, ~/.config/hydra/, /etc/hydra/).")]
 NodeName = Annotated[str | None, typer.Option(
-    "--node", metavar="NAME", help="Which node of hydra.toml this box is (or HYDRA_NODE; else found out).")]
+    "--node", metavar="NAME", autocompletion=_words("nodes"),
+    help="Which node of hydra.toml this box is (or HYDRA_NODE; else found out).")]
 Setting = Annotated[list[str] | None, typer.Option(
-    "--set", metavar="KEY=VALUE", help="Override one key for this run, such as model.ctx_size=8192. Repeatable.")]
+    "--set", metavar="KEY=VALUE", autocompletion=_words("pairs"),
+    help="Override one key for this run, such as model.ctx_size=8192. Repeatable.")]
 CacheDir = Annotated[str, typer.Option("--cache-dir", metavar="DIR", help="Instead of [peer] cache_dir.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Report as one JSON object, the last line of stdout.")]
 
@@ -95,6 +107,7 @@ def settings(pairs: Sequence[str] | None) -> dict[str, str]:
 
 
 LogFormat = Annotated[str, typer.Option("--log-format", metavar="text|json", envvar="HYDRA_LOG_FORMAT",
+                                        autocompletion=_words("log_formats"),
                                         help="Log lines as text or as JSON objects.")]
 
 
@@ -108,7 +121,8 @@ def _log_json(value: str) -> bool:
 
 
 @app.callback(invoke_without_command=True)
-def root(version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False) -> None:
+def root(version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
+         debug: Debug = False) -> None:
     if version:
         from . import __version__, console
 
@@ -124,7 +138,7 @@ def init_command(
                                       help="Address or host name of the head box.")] = "",
     peer: Annotated[str, typer.Option("--peer", metavar="ADDRESS", show_default=False,
                                       help="Address or host name of the peer box.")] = "",
-    role: Annotated[str, typer.Option("--role", metavar="head|peer", show_default=False,
+    role: Annotated[str, typer.Option("--role", metavar="head|peer", show_default=False, autocompletion=_words("roles"),
                                       help="What this box is; head if not given.")] = "",
     output: Annotated[str, typer.Option("--output", "-o", metavar="FILE", help="Where to write it.")] = "hydra.toml",
     force: Annotated[bool, typer.Option("--force", help="Overwrite a file that is there.")] = False,
@@ -162,26 +176,26 @@ def pull_command(
 def up_command(
     config: ConfigFile = None,
     node: NodeName = None,
-    model: Annotated[str | None, typer.Option("--model", "-m", metavar="FILE", help="[model] path")] = None,
-    ctx_size: Annotated[int | None, typer.Option("--ctx-size", "-c", metavar="N", help="[model] ctx_size")] = None,
-    batch: Annotated[int | None, typer.Option("--batch-size", "-b", metavar="N", help="[model] batch_size")] = None,
-    ubatch: Annotated[int | None, typer.Option("--ubatch-size", "-ub", metavar="N", help="[model] ubatch_size")] = None,
+    model: Annotated[str | None, typer.Option("--model", "-m", metavar="FILE", help="model.path")] = None,
+    ctx_size: Annotated[int | None, typer.Option("--ctx-size", "-c", metavar="N", help="model.ctx_size")] = None,
+    batch: Annotated[int | None, typer.Option("--batch-size", "-b", metavar="N", help="model.batch_size")] = None,
+    ubatch: Annotated[int | None, typer.Option("--ubatch-size", "-ub", metavar="N", help="model.ubatch_size")] = None,
     type_k: Annotated[str | None, typer.Option("--cache-type-k", "-ctk", metavar="TYPE",
-                                               help="[model] cache_type_k")] = None,
+                                               autocompletion=_words("cache_types"), help="model.cache_type_k")] = None,
     type_v: Annotated[str | None, typer.Option("--cache-type-v", "-ctv", metavar="TYPE",
-                                               help="[model] cache_type_v")] = None,
+                                               autocompletion=_words("cache_types"), help="model.cache_type_v")] = None,
     flash: Annotated[str | None, typer.Option("--flash-attn", "-fa", metavar="on|off|auto",
-                                              help="[model] flash_attn")] = None,
-    parallel: Annotated[int | None, typer.Option("--parallel", "-np", metavar="N", help="[model] parallel")] = None,
+                                              autocompletion=_words("switches"), help="model.flash_attn")] = None,
+    parallel: Annotated[int | None, typer.Option("--parallel", "-np", metavar="N", help="model.parallel")] = None,
     n_gpu_layers: Annotated[str | None, typer.Option("--n-gpu-layers", "--gpu-layers", "-ngl", metavar="N|all",
-                                                     help="[model] gpu_layers (with peers: layers of the nodes)"
+                                                     help="model.gpu_layers (with peers: layers of the nodes)"
                                                      )] = None,
-    threads: Annotated[int | None, typer.Option("--threads", "-t", metavar="N", help="[model] threads")] = None,
+    threads: Annotated[int | None, typer.Option("--threads", "-t", metavar="N", help="model.threads")] = None,
     n_max: Annotated[int | None, typer.Option("--spec-draft-n-max", metavar="N",
-                                              help="[mtp] draft_n_max; 0 = not enabled")] = None,
-    p_min: Annotated[float | None, typer.Option("--spec-draft-p-min", metavar="P", help="[mtp] draft_p_min")] = None,
-    host: Annotated[str | None, typer.Option("--host", metavar="ADDRESS", help="[head] api_host")] = None,
-    port: Annotated[int | None, typer.Option("--port", metavar="N", help="[head] api_port")] = None,
+                                              help="mtp.draft_n_max; 0: no drafting")] = None,
+    p_min: Annotated[float | None, typer.Option("--spec-draft-p-min", metavar="P", help="mtp.draft_p_min")] = None,
+    host: Annotated[str | None, typer.Option("--host", metavar="ADDRESS", help="head.api_host")] = None,
+    port: Annotated[int | None, typer.Option("--port", metavar="N", help="head.api_port")] = None,
     set_: Setting = None,
     detach: Annotated[bool, typer.Option("--detach", "-d",
                                          help="In the background (then: hydra logs, hydra down).")] = False,
@@ -242,7 +256,8 @@ def logs_command(
 def peer_command(
     bind: Annotated[str, typer.Option("--bind", metavar="HOST:PORT", help="Where to listen.")] = "127.0.0.1:50052",
     device: Annotated[str, typer.Option(
-        "--device", metavar="NAME", help="ggml device, such as CUDA0, CPU; auto = first GPU, else the CPU.")] = "auto",
+        "--device", metavar="NAME", autocompletion=_words("devices"),
+        help="ggml device, such as CUDA0, CPU; auto = first GPU, else the CPU.")] = "auto",
     threads: Annotated[int, typer.Option("--threads", "-t", metavar="N",
                                          help="CPU threads where the device is the CPU; 0 = physical cores.")] = 0,
     cache_dir: Annotated[str, typer.Option("--cache-dir", metavar="DIR", help="Keep received weights here.")] = "",
@@ -318,8 +333,8 @@ def ps_command(
 def plan_command(
     config: ConfigFile = None,
     node: NodeName = None,
-    model: Annotated[str | None, typer.Option("--model", "-m", metavar="FILE", help="[model] path")] = None,
-    ctx_size: Annotated[int | None, typer.Option("--ctx-size", "-c", metavar="N", help="[model] ctx_size")] = None,
+    model: Annotated[str | None, typer.Option("--model", "-m", metavar="FILE", help="model.path")] = None,
+    ctx_size: Annotated[int | None, typer.Option("--ctx-size", "-c", metavar="N", help="model.ctx_size")] = None,
     set_: Setting = None,
     offline: Annotated[bool, typer.Option("--offline", help="Ask no peer what it has: hydra.toml alone.")] = False,
     acceptance: Annotated[float, typer.Option("--acceptance", metavar="P", min=0, max=1,
@@ -361,7 +376,7 @@ def demo_command(
                                              help="Layers on the peer; half of them if not given.")] = -1,
     model: Annotated[str, typer.Option("--model", "-m", metavar="FILE", show_default=False,
                                        help="Another GGUF than the embedded one.")] = "",
-    device: Annotated[str, typer.Option("--device", metavar="NAME",
+    device: Annotated[str, typer.Option("--device", metavar="NAME", autocompletion=_words("devices"),
                                         help="ggml device for both, such as CUDA0.")] = "CPU",
     as_json: AsJson = False,
     debug: Debug = False,
@@ -380,6 +395,18 @@ def version_command(as_json: AsJson = False, debug: Debug = False) -> None:
     from .commands import version
 
     version.run(as_json=as_json)
+
+
+@app.command("completion")
+def completion_command(
+    shell: Annotated[str, typer.Argument(autocompletion=_words("shells"), show_default=False,
+                                         help="bash, zsh or fish; that of $SHELL if not given.")] = "",
+    debug: Debug = False,
+) -> None:
+    """Print a script by which Tab completes commands, options, nodes and keys; for ~/.bashrc and its like."""
+    from .commands import completion
+
+    completion.run(shell)
 
 
 @config_app.command("check")
@@ -477,12 +504,18 @@ def run(arguments: Sequence[str]) -> int:
     """Run one command line and return its exit code; every error has been told on stderr by then."""
     if arguments and arguments[0] in INTERNAL:
         return _internal(arguments[0], list(arguments[1:]))
+    if arguments and arguments[0] == "help":  # as many programs have it
+        arguments = [*arguments[1:], "--help"]
     command = typer.main.get_command(app)
+    if "_HYDRA_COMPLETE" in os.environ:
+        from typer._completion_classes import completion_init
+
+        completion_init()  # Tab was pressed: see hydra/commands/completion.py
     try:
         code = command.main(list(arguments), prog_name="hydra", standalone_mode=False)
         return code if isinstance(code, int) else 0
     except HydraError as error:
-        return _tell(error, error.message, error.hint, error.exit_code)
+        return _tell(error, error.message, error.hint or error.usual_hint, error.exit_code)
     except typer.TyperException as error:
         return _usage(error)
     except (KeyboardInterrupt, typer.Abort):

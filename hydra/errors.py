@@ -24,6 +24,8 @@ class HydraError(Exception):
     """Base of all errors that a user may see: one line of what happened, one of what to do."""
 
     exit_code = 1
+    usual_hint = "--debug shows where it comes from; `hydra doctor` examines this box."
+    """What the terminal says where an error has no hint of its own."""
 
     def __init__(self, message: str, hint: str = "") -> None:
         super().__init__(message)
@@ -36,14 +38,17 @@ class HydraError(Exception):
 
 class ConfigError(HydraError):
     exit_code = 2
+    usual_hint = "`hydra config check` says what was understood; docs/config.md has every key."
 
 
 class LibraryError(HydraError):
     exit_code = 3
+    usual_hint = "`hydra doctor` examines the libraries; install the release that constraints.txt names."
 
 
 class DeviceError(HydraError):
     exit_code = 4
+    usual_hint = "`hydra doctor` examines the devices of this box."
 
 
 class DeviceMissing(DeviceError):
@@ -52,6 +57,7 @@ class DeviceMissing(DeviceError):
 
 class PeerError(HydraError):
     exit_code = 5
+    usual_hint = "`hydra doctor` examines the peers and the wire between."
 
 
 class PeerUnreachable(PeerError):
@@ -64,15 +70,19 @@ class VersionMismatch(PeerError):
 
 class ProtocolError(HydraError):
     exit_code = 6
+    usual_hint = "Both boxes need the same release: compare `hydra version` on each."
 
 
 class ModelError(HydraError):
     exit_code = 7
+    usual_hint = "`hydra plan` reads the file; fetch it again, or take another."
 
 
 class EngineError(HydraError):
     exit_code = 8
+    usual_hint = "Its log says more, with --debug all of it; `hydra doctor` examines this box."
 
 
 class RequestError(HydraError):
     exit_code = 9
+    usual_hint = "Change the request: docs/api.md has what it may be."

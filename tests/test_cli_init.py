@@ -55,7 +55,7 @@ def test_what_is_missing_is_named(capsys, tmp_path):
 
 
 def test_asked_at_a_terminal(tmp_path):
-    said = iter(["peer", "", "tower.lan", "models/m.gguf"])
+    said = iter(["pear", "Peer", "", "tower.lan", "models/m.gguf"])
     questions: list[tuple[str, str]] = []
 
     def ask(question: str, default: str) -> str:
@@ -65,7 +65,8 @@ def test_asked_at_a_terminal(tmp_path):
     init.run("hydra.toml", init.Answers(), force=False, ask=ask)
     got = config.load(tmp_path / "hydra.toml", {})
     assert (got.head_node.host, got.peers[0].host, got.peers[0].gpu) == ("tower.lan", "192.168.1.10", "RTX 5060 Ti")
-    assert len(questions) == 4 and questions[1] == ("Address of this box", "192.168.1.10")
+    assert len(questions) == 5 and questions[1] == ("Write head or peer", "head")
+    assert questions[2] == ("Address of this box", "192.168.1.10")
     with pytest.raises(ConfigError, match="exists already"):
         init.run("hydra.toml", init.Answers("m", "h", "p", "head"), force=False, ask=lambda *_: "no")
     init.run("hydra.toml", init.Answers("m", "h", "p", "head"), force=False, ask=lambda *_: "yes")

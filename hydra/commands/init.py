@@ -19,6 +19,7 @@ from .. import config, console, nodes
 from ..errors import ConfigError
 
 YES = ("y", "yes")
+ROLES = ("head", "peer")
 CTX_SIZE = 16384  # the example's is the reference rig's; this fits most
 
 
@@ -40,8 +41,11 @@ def run(output: str, answers: Answers, *, force: bool, ask: Callable[[str, str],
     target = Path(output).expanduser()
     if target.exists() and not force and not (ask and ask(f"{target} exists. Overwrite it?", "no").lower() in YES):
         raise ConfigError(f"{target} exists already.", "Name another with --output, or overwrite it with --force.")
+    card = this_card()
+    if ask:
+        console.note(f"This box: {f'{card[0]}, {card[1]:.1f} GiB' if card else 'no GPU that its driver tells of'}.")
     complete(answers, ask)
-    text = render(answers, this_card())
+    text = render(answers, card)
     scratch = target.with_name(f".{target.name}.{os.getpid()}")
     try:
         scratch.write_text(text, encoding="utf-8")
@@ -61,8 +65,11 @@ def complete(answers: Answers, ask: Callable[[str, str], str] | None) -> None:
     """Ask for what no flag gave. Raises: ConfigError naming the flag where nobody can be asked."""
     own = own_address()
     if not answers.role:
-        answers.role = ask("Is this box the head (it has the model) or the peer?", "head") if ask else "head"
-    if answers.role not in ("head", "peer"):
+        question = "Is this box the head (it has the model) or the peer?"
+        answers.role = ask(question, "head").lower() if ask else "head"
+        while ask and answers.role not in ROLES:
+            answers.role = ask("Write head or peer", "head").lower()
+    if answers.role not in ROLES:
         raise ConfigError(f"The role {answers.role!r} is not known.", "It is head or peer.")
     here, there = ("head", "peer") if answers.role == "head" else ("peer", "head")
     if not getattr(answers, here):

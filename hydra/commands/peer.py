@@ -11,13 +11,15 @@ from ..peer.settings import PeerSettings
 from .ports import ensure_free
 
 log = logging.getLogger("hydra.peer")
+UNNAMED = "peer"  # without a hydra.toml there is no other name
 
 
 def serve(settings: PeerSettings) -> None:
     """Serve until Ctrl-C or SIGTERM. Raises: HydraError where the port is taken or the device cannot be had."""
     from ..peer import listener
 
-    ensure_free(settings.host, settings.port, f"the peer {settings.name}")
+    who = "the peer" if settings.name == UNNAMED else f"the peer {settings.name}"
+    ensure_free(settings.host, settings.port, who)
     if settings.host in ("0.0.0.0", "::"):
         log.warning("Listening on every address of this box; who may connect: loopback%s.",
                     "".join(f", {address}" for address in settings.allow))
@@ -36,7 +38,7 @@ def run(bind: str, device: str, threads: int, cache_dir: str, cache_max_gib: flo
     """Serve without a hydra.toml. bind: HOST:PORT, HOST, or :PORT."""
     host, port = split_bind(bind)
     console.log_to_stderr("peer", debug=debug, as_json=log_json)
-    serve(PeerSettings(name="peer", host=host, port=port, devices=(device,), threads=threads, allow=tuple(allow),
+    serve(PeerSettings(name=UNNAMED, host=host, port=port, devices=(device,), threads=threads, allow=tuple(allow),
                        max_connections=max_connections, cache_dir=_absolute(cache_dir),
                        cache_max_bytes=int(cache_max_gib * (1 << 30)), model_path=_absolute(model_path)))
 
