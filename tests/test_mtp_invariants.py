@@ -5,13 +5,17 @@ The architecture is the hybrid one (gated delta nets and attention), whose state
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
-from hydra.head import loading
+from hydra.head import draft, loading
+from hydra.head.adaptive import DraftLength
+from hydra.head.draft import MtpDrafter
 from hydra.head.engine import Engine
 from hydra.head.llama import Model
 from hydra.head.sampling import SamplingParams
@@ -68,13 +72,78 @@ def test_what_is_said_is_known_whatever_is_drafted(acceptance: float, n_max: int
 
 
 @pytest.mark.parametrize("slots", [1, 4])
-@pytest.mark.parametrize("n_max", [1, 3, 6])
+@pytest.mark.parametrize("n_max", [1, 2, 3, 4, 5, 6])
 def test_with_every_weight_in_play(plain_mixed: list[Answer], n_max: int, slots: int) -> None:
     """Nothing zeroed: the recurrent state, the cache and the hidden rows all decide what is said."""
     drafted = answers_of(toy_spec(toy(exact=False), "mtp", n_max, parallel=slots), logprobs=5)
     assert any(0 < answer.stats["accepted"] < answer.stats["drafted"] for answer in drafted)  # something was taken back
     for plain, answer in zip(plain_mixed, drafted, strict=True):
         assert_same_or_near_tie(plain, answer)
+
+
+@pytest.mark.parametrize("n_max", [1, 3, 6])
+def test_with_the_width_held_equal_the_tokens_are_equal(monkeypatch: pytest.MonkeyPatch, n_max: int) -> None:
+    """Every round verifies ``n_max`` guesses, right ones or none that is: no near tie is left to explain a difference.
+
+    Answers are longer than what is compared, for a draft is cut short before the end.
+    """
+    spec, long, compared = toy_spec(toy(exact=False), "mtp", n_max), 100, 80
+    drafted = answers_of(spec, max_tokens=long, draft_n=n_max)
+    guess = MtpDrafter.draft
+
+    def wrong(self: MtpDrafter, jobs: Sequence[tuple[int, list[int], int]], n: int) -> dict[int, list[int]]:
+        return {slot: [(token + 7) % 512 for token in tokens] for slot, tokens in guess(self, jobs, n).items()}
+
+    monkeypatch.setattr(MtpDrafter, "draft", wrong)
+    refused = answers_of(spec, max_tokens=long, draft_n=n_max)
+    assert sum(a.stats["accepted"] for a in refused) < 0.2 * sum(a.stats["accepted"] for a in drafted)
+    assert [a.tokens[:compared] for a in drafted] == [a.tokens[:compared] for a in refused]
+
+
+@pytest.mark.parametrize("leaves_out", [False, True])
+@pytest.mark.parametrize("exact", [False, True])
+def test_drafting_again_after_a_long_time_without(leaves_out: bool, exact: bool,
+                                                  monkeypatch: pytest.MonkeyPatch) -> None:
+    """The queue of what the block has not seen fills several times; then it is decoded, or its older part left out."""
+    monkeypatch.setattr(draft, "IDLE_SHARE", -1.0 if leaves_out else 1e9)
+    plain = answers_of(toy_spec(toy(exact=exact), ctx_size=2048), max_tokens=300, logprobs=5)
+    with Engine(toy_spec(toy(exact=exact), "mtp", 3, ctx_size=2048)) as engine:
+        params = SamplingParams.from_dict({"temperature": 0, "max_tokens": 300, "logprobs": 5, "draft_n": 0})
+        lively = dataclasses.replace(params, draft_n=3)
+        for number, prompt in enumerate(PROMPTS):
+            answers: dict[str, Answer] = {}
+            engine.submit("a", engine.vocab.tokenize(prompt), params)
+            while len(answers.get("a", Answer()).tokens) < 200:
+                take(answers, engine.step())
+            request = engine.slots[0].request
+            assert request is not None
+            request.params = lively
+            drain(engine, answers)
+            assert_same_or_near_tie(plain[number], answers["a"])
+            stats = answers["a"].stats
+            assert stats["drafted"] > 30
+            if exact:  # its block looks at the last token only
+                assert stats["acceptance_rate"] > 0.5
+        drafter = engine._drafter
+        assert isinstance(drafter, MtpDrafter)
+        assert drafter._leaves_out == leaves_out
+
+
+@pytest.mark.parametrize(("acceptance", "least", "most"), [(1.0, 0.9, 1.0), (0.0, 0.0, 0.06)])
+def test_the_length_follows_what_is_accepted(monkeypatch: pytest.MonkeyPatch, acceptance: float, least: float,
+                                             most: float) -> None:
+    """Where all is accepted the whole of n_max is drafted, where nothing is next to nothing; costs as on a GPU."""
+    measured = DraftLength.measured
+
+    def steady(self: DraftLength, n: int, draft_s: float, verify_s: float) -> None:
+        del draft_s, verify_s
+        measured(self, n, 0.05 * n, 1 + 0.02 * n)
+
+    monkeypatch.setattr(DraftLength, "measured", steady)
+    with Engine(toy_spec(toy(acceptance=acceptance), "mtp", 5, adaptive=True)) as engine:
+        answers = ask(engine, PROMPTS, max_tokens=200)
+    for answer in answers:
+        assert least * 5 <= answer.stats["drafted"] / answer.stats["steps"] <= most * 5
 
 
 def test_rollback_leaves_no_trace_in_the_logits(plain_mixed: list[Answer]) -> None:

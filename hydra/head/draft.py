@@ -5,7 +5,9 @@ target has computed, and asked for guesses.
 
 The draft context pairs each token with the target's hidden row of the token **before** it. It has to see every token of
 the target; but not at once: pairs wait in ``queue`` and are decoded together with the first step of the next draft, so
-that a verified draft costs no catch-up decode of its own, and rounds without a draft cost nothing at all.
+that a verified draft costs no catch-up decode of its own. While nothing is drafted they only wait; when the queue is
+full it is decoded, or, where that was seen to cost too much (a CPU) and the positions allow it, the older half is left
+out: what the block never sees makes a guess worse, never an answer.
 
 Source: common/speculative.cpp (draft-mtp) of the pinned llama.cpp, which decodes the catch-up each round;
 docs/engine.md.
@@ -14,6 +16,7 @@ docs/engine.md.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -25,6 +28,8 @@ from hydra.errors import EngineError
 from .llama import Batch, Context
 
 Rows = npt.NDArray[np.float32]
+IDLE_SHARE = 0.005  # of the time, that keeping up may cost while nothing is drafted
+IDLE_PAIRS = 16  # that are kept where it costs more
 
 
 class Drafter(Protocol):
@@ -61,10 +66,12 @@ class _Seat:
     """One slot's place in the draft context.
 
     Positions below ``fed`` are final. The ``n`` queued (token, row) pairs follow them; ``pending`` is the row that the
-    token after those pairs with. ``ahead``: the last draft has already fed the slot's next token.
+    token after those pairs with. ``ahead``: the last draft has already fed the slot's next token. ``kept_up_at``: when
+    the queue was last empty.
     """
 
     def __init__(self, n_embd: int, capacity: int) -> None:
+        self.kept_up_at = 0.0
         self.fed = 0
         self.n = 0
         self.ahead = False
@@ -74,6 +81,14 @@ class _Seat:
         self.pending: Rows = np.zeros(n_embd, np.float32)
         self.marked = 0
         self.marked_row: Rows = np.zeros(n_embd, np.float32)
+
+    def leave_out(self, count: int) -> None:
+        """Leave out the ``count`` oldest pairs: their positions stay empty."""
+        kept = self.n - count
+        self.tokens[:kept] = self.tokens[count:self.n]
+        self.rows[:kept] = self.rows[count:self.n]
+        self.fed += count
+        self.n = kept
 
 
 class MtpDrafter:
@@ -98,6 +113,7 @@ class MtpDrafter:
         self._capacity = queue_capacity(n_max)
         self._batch = Batch(batch_capacity(n_slots, piece, n_max), n_embd)
         self._seats = [_Seat(n_embd, self._capacity) for _ in range(n_slots)]
+        self._leaves_out = False
         target.use_nextn(masked=False)
         context.use_nextn(masked=True)
         context.wait_here_only()  # the block, its tables and the output lie on the head (placement.py)
@@ -145,8 +161,7 @@ class MtpDrafter:
         # go again with the target's.
         fresh = tokens[1:] if seat.ahead else tokens
         if seat.n + len(fresh) > self._capacity:
-            self._drain(slot)
-            self.flush()
+            self._keep_up(slot)
         at, end = seat.n, seat.n + len(fresh)
         seat.tokens[at:end] = fresh
         if not seat.ahead:
@@ -157,6 +172,20 @@ class MtpDrafter:
             self._target.copy_hidden(first, end - at, seat.rows[at:end])
         seat.n = end
         self._target.copy_hidden(first + count - 1, 1, seat.pending)
+
+    def _keep_up(self, slot: int) -> None:
+        """The queue is full: nothing was drafted for long."""
+        seat = self._seats[slot]
+        if self._leaves_out:
+            seat.leave_out(seat.n - IDLE_PAIRS)
+            return
+        began = time.perf_counter()
+        idle_s = began - seat.kept_up_at
+        self._drain(slot)
+        self.flush()
+        # A GPU goes on by itself meanwhile, and this takes next to no time.
+        dear = time.perf_counter() - began > IDLE_SHARE * idle_s
+        self._leaves_out = dear and self._target.model.may_skip_positions
 
     def draft(self, jobs: Sequence[tuple[int, list[int], int]], n: int) -> dict[int, list[int]]:
         context, batch = self._context, self._batch
@@ -177,7 +206,7 @@ class MtpDrafter:
             found: list[tuple[int, int, Rows]] = []
             more = step + 1 < n
             for slot, index in active:
-                guess = self._guess(index)
+                guess = likeliest(context, index, self._p_min)
                 if guess is not None:
                     guesses[slot].append(guess)
                     if more:
@@ -194,14 +223,6 @@ class MtpDrafter:
                 active.append((slot, at))
         batch.clear()
         return guesses
-
-    def _guess(self, index: int) -> int | None:
-        """The likeliest token, None where it is too unlikely."""
-        if self._p_min <= 0:
-            return self._context.sampled(index)
-        logits = self._context.logits(index)
-        guess = int(logits.argmax())
-        return guess if _probability(logits, guess) >= self._p_min else None
 
     def rewind(self, slot: int, n_tokens: int) -> None:
         seat = self._seats[slot]
@@ -233,6 +254,9 @@ class MtpDrafter:
         if seat.dirty:
             self._context.remove(slot, seat.fed)  # goes through every cell of the cache, so only where there is need
             seat.dirty = False
+        seat.kept_up_at = time.perf_counter()
+        if self._leaves_out and seat.n > IDLE_PAIRS:
+            seat.leave_out(seat.n - IDLE_PAIRS)
         if seat.n:
             at = self._batch.add(seat.tokens[:seat.n], seat.fed, slot, output="none")
             self._batch.embd[at:at + seat.n] = seat.rows[:seat.n]
@@ -240,6 +264,14 @@ class MtpDrafter:
             seat.n = 0
 
     def _decode(self) -> None:
+        if self._context.decode(self._batch) == 0:
+            return
+        # What others left behind is only removed when they draft again; now the room is needed.
+        in_use = set(self._batch.seq[:self._batch.n].tolist())
+        for slot, seat in enumerate(self._seats):
+            if seat.dirty and slot not in in_use:
+                self._context.remove(slot, seat.fed)
+                seat.dirty = False
         if self._context.decode(self._batch) != 0:
             raise EngineError(f"The draft context has no room for {self._batch.n} tokens.",
                               "This is a fault in hydra: the target context should have been full first.")
@@ -256,6 +288,18 @@ def queue_capacity(n_max: int) -> int:
 def batch_capacity(n_slots: int, piece: int, n_max: int) -> int:
     """The largest batch a draft context must take: a piece of a prompt, and every slot's queue."""
     return piece + n_slots * (queue_capacity(n_max) + 2)
+
+
+def likeliest(context: Context, index: int, p_min: float) -> int | None:
+    """The likeliest token after the batch's token ``index``, None where it is less likely than ``p_min``.
+
+    With ``p_min`` 0 the device has chosen it (contexts made ``greedy``).
+    """
+    if p_min <= 0:
+        return context.sampled(index)
+    logits = context.logits(index)
+    guess = int(logits.argmax())
+    return guess if _probability(logits, guess) >= p_min else None
 
 
 def _probability(logits: Rows, token: int) -> float:

@@ -46,6 +46,7 @@ SPLIT_LAYER = 1
 POOLING_MEAN = 1
 FLASH_ATTN = {"auto": -1, "off": 0, "on": 1}
 CACHE_TYPES = {"f32": 0, "f16": 1, "q4_0": 2, "q4_1": 3, "q5_0": 6, "q5_1": 7, "q8_0": 8, "iq4_nl": 20, "bf16": 30}
+MROPE = (8, 40)  # LLAMA_ROPE_TYPE_MROPE, _IMROPE
 DEVICE_CPU, DEVICE_GPU, DEVICE_IGPU = 0, 1, 2
 _NEXTN = "_Z26llama_get_embeddings_nextnP13llama_context"  # a C++ function: llama_cpp_ext has the same name
 # Members of llama_context behind the public functions, which wait for every device before they answer.
@@ -95,7 +96,7 @@ class _Api:
             function = lib[name]  # indexing makes a new function object: llama_cpp's own prototype stays as it is
         except AttributeError as exc:
             raise LibraryError(f"libllama has no function {name}.",
-                               "hydra needs the llama-cpp-python that constraints.txt names; see `hydra doctor`.") from exc
+                               "hydra needs the llama-cpp-python of constraints.txt; see `hydra doctor`.") from exc
         function.argtypes = argtypes
         function.restype = restype
         return function
@@ -267,6 +268,8 @@ class Model:
         self.n_ctx_train = int(c.llama_model_n_ctx_train(self.handle))
         self.recurrent = bool(c.llama_model_is_recurrent(self.handle) or c.llama_model_is_hybrid(self.handle))
         self.size_bytes = int(c.llama_model_size(self.handle))
+        # With several positions a token, llama.cpp takes batches that leave some out; else they must follow each other.
+        self.may_skip_positions = int(c.llama_model_rope_type(self.handle)) in MROPE
         self.vocab = Vocab(c.llama_model_get_vocab(self.handle))
 
     def meta(self, key: str) -> str | None:
@@ -546,7 +549,8 @@ class Context:
     def _backends(self, *, peers: bool) -> list[int]:
         """The backends of this context's scheduler: the peers', or all others."""
         base, sched = library.load().base, self._a.sched(self.handle)
-        count, get, name = (base[f"ggml_backend_{part}"] for part in ("sched_get_n_backends", "sched_get_backend", "name"))
+        functions = ("sched_get_n_backends", "sched_get_backend", "name")
+        count, get, name = (base[f"ggml_backend_{function}"] for function in functions)
         count.argtypes, count.restype = [ctypes.c_void_p], ctypes.c_int
         get.argtypes, get.restype = [ctypes.c_void_p, ctypes.c_int], ctypes.c_void_p
         name.argtypes, name.restype = [ctypes.c_void_p], ctypes.c_char_p

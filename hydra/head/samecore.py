@@ -1,8 +1,8 @@
 """Keeps the RPC client's thread on the core of the engine's thread while a batch is decoded.
 
-llama.cpp's RPC client sends from a thread of its own and lets the caller wait for it: for every input of a split, twice.
-The two never work at the same time, so a second core gains nothing; but waking a thread on an idle core takes some 50 µs
-in a virtual machine, and on the same core 8. A verification step has about twenty such turns.
+llama.cpp's RPC client sends from a thread of its own and lets the caller wait for it: for every input of a split,
+twice. The two never work at the same time, so a second core gains nothing; but waking a thread on an idle core takes
+some 50 µs in a virtual machine, and on the same core 8. A verification step has about twenty such turns.
 
 Knows threads and cores; does not know llama.cpp. Linux only: elsewhere nothing is found and nothing changes.
 
