@@ -70,6 +70,7 @@ class MtpConfig:
     draft_p_min: float = _key(0.0, "float", "Stop drafting below this probability (--spec-draft-p-min).", low=0, high=1)
     adaptive: bool = _key(True, "bool", "Choose the draft length from measured costs and acceptance, down to none.")
     lookup: bool = _key(False, "bool", "Where the model has no MTP block, draft what followed the same words before.")
+    draft_model: str = _key("", "path", "A small GGUF with the same vocabulary: draft with it, on the head, instead.")
 
 
 @dataclass(frozen=True)

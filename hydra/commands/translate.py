@@ -59,7 +59,7 @@ def engine_spec(cfg: Config, model: ModelFile | None = None, links: Mapping[str,
         use_extra_bufts=m.use_extra_bufts,
         exact_resume=cfg.head.exact_resume,
         draft=DraftSpec("auto" if cfg.mtp.enabled else "none", cfg.mtp.draft_n_max, cfg.mtp.draft_p_min,
-                        cfg.mtp.adaptive, cfg.mtp.lookup),
+                        cfg.mtp.adaptive, cfg.mtp.lookup, cfg.mtp.draft_model),
     )
 
 

@@ -15,6 +15,7 @@ from hydra.errors import ModelError
 
 from . import memory, placement
 from .draft import Drafter, MtpDrafter, batch_capacity
+from .draftmodel import ModelDrafter, check_fit
 from .llama import DEVICE_CPU, Context, Device, Model, Progress, local_devices, register_peer
 from .lookup import LookupDrafter
 from .spec import EngineSpec
@@ -110,8 +111,8 @@ def load(spec: EngineSpec, progress: ProgressSink | None = None) -> Loaded:
     warm_up_tokens = 1 if on_cpu else contexts.n_ubatch
     shares_core = bool(spec.endpoints) and not spec.pipeline and (not on_cpu or n_threads(spec.threads) == 1)
     return Loaded(spec, model, contexts.target, _drafter(spec, contexts), layers,
-                  {node: use.to_dict() for node, use in used.by_node.items()}, contexts.notes, warm_up_tokens,
-                  shares_core)
+                  {node: use.to_dict() for node, use in used.by_node.items()}, contexts.notes,
+                  warm_up_tokens, shares_core)
 
 
 def share(loaded: Loaded, spec: EngineSpec) -> Loaded:
@@ -130,7 +131,7 @@ def estimate(spec: EngineSpec, place: Placement) -> memory.Estimate:
     Raises: ModelError, DeviceError, LibraryError.
     """
     with _open_model(spec, place, no_alloc=True) as model:
-        contexts = _open_contexts(spec, model)
+        contexts = _open_contexts(spec, model, no_alloc=True)
         try:
             return _account(contexts, place)
         finally:
@@ -142,8 +143,8 @@ def _open_model(spec: EngineSpec, place: Placement, *, progress: Progress | None
     return Model(
         spec.model_path, [] if place.local_cpu else place.devices,
         [] if place.local_cpu else placement.tensor_split(place.counts, place.n_extra),
-        load_mtp=spec.draft.kind in ("auto", "mtp"), pipeline=spec.pipeline, use_extra_bufts=spec.use_extra_bufts,
-        progress=progress, no_alloc=no_alloc, n_gpu_layers=spec.n_gpu_layers)
+        load_mtp=spec.draft.kind in ("auto", "mtp") and not spec.draft.model, pipeline=spec.pipeline,
+        use_extra_bufts=spec.use_extra_bufts, progress=progress, no_alloc=no_alloc, n_gpu_layers=spec.n_gpu_layers)
 
 
 @dataclass
@@ -203,14 +204,17 @@ class _Contexts:
     kind: str
     n_ubatch: int
     notes: list[str]
+    draft_model: Model | None = None
 
     def close(self) -> None:
         if self.draft is not None:
             self.draft.close()
+        if self.draft_model is not None:
+            self.draft_model.close()
         self.target.close()
 
 
-def _open_contexts(spec: EngineSpec, model: Model) -> _Contexts:
+def _open_contexts(spec: EngineSpec, model: Model, no_alloc: bool = False) -> _Contexts:
     notes: list[str] = []
     kind = _drafter_kind(spec, model, notes)
     drafts = kind != "none"
@@ -226,6 +230,7 @@ def _open_contexts(spec: EngineSpec, model: Model) -> _Contexts:
                      # A refused draft is taken back, which a sliding window that has moved on does not allow.
                      swa_full=drafts and model.n_swa > 0, **common)
     draft: Context | None = None
+    draft_model: Model | None = None
     try:
         if model.recurrent and drafts and target.n_rs_seq < spec.draft.n_max:
             notes.append(f"This architecture keeps {target.n_rs_seq} snapshots of its state, so nothing is drafted.")
@@ -233,13 +238,35 @@ def _open_contexts(spec: EngineSpec, model: Model) -> _Contexts:
         if kind == "mtp":
             draft = Context(model, n_batch=batch_capacity(spec.parallel, common["n_ubatch"], spec.draft.n_max),
                             n_outputs_max=spec.parallel, mtp_of=target, greedy=spec.draft.p_min <= 0, **common)
+        elif kind == "model":
+            draft_model = _open_draft_model(spec, model, no_alloc)
+            draft = Context(draft_model, n_batch=common["n_ubatch"] + spec.parallel, n_outputs_max=spec.parallel,
+                            swa_full=draft_model.n_swa > 0, greedy=spec.draft.p_min <= 0, **common)
     except BaseException:
         target.close()
+        if draft_model is not None:
+            draft_model.close()
         raise
-    return _Contexts(target, draft, kind, common["n_ubatch"], notes)
+    return _Contexts(target, draft, kind, common["n_ubatch"], notes, draft_model)
+
+
+def _open_draft_model(spec: EngineSpec, target: Model, no_alloc: bool) -> Model:
+    """The small model on the head's first device. Raises: ModelError when its vocabulary is another."""
+    devices = [device for device in local_devices(spec.devices) if device.kind != DEVICE_CPU][:1]
+    model = Model(spec.draft.model, devices, [], load_mtp=False, pipeline=True, use_extra_bufts=spec.use_extra_bufts,
+                  no_alloc=no_alloc)
+    try:
+        check_fit(target, model, spec.draft.model)
+    except BaseException:
+        model.close()
+        raise
+    return model
 
 
 def _drafter(spec: EngineSpec, contexts: _Contexts) -> Drafter | None:
+    if contexts.draft is not None and contexts.draft_model is not None:
+        return ModelDrafter(contexts.draft_model, contexts.draft, n_slots=spec.parallel, piece=contexts.n_ubatch,
+                            n_max=spec.draft.n_max, p_min=spec.draft.p_min)
     if contexts.draft is not None:
         return MtpDrafter(contexts.target, contexts.draft, n_slots=spec.parallel, piece=contexts.n_ubatch,
                           n_max=spec.draft.n_max, p_min=spec.draft.p_min)
@@ -252,6 +279,8 @@ def _account(contexts: _Contexts, place: Placement) -> memory.Estimate:
         for buffer, sizes in (memory.breakdown(context) if context is not None else {}).items():
             device = place.buffers.get(buffer, buffer if buffer in place.node_of else "CPU")
             result.add(device, place.node_of.get(device, place.head), sizes, draft)
+            if draft and contexts.draft_model is not None:  # weights of its own
+                result.add(device, place.node_of.get(device, place.head), (sizes[0], 0, 0), draft=False)
     for buffer, size in memory.kept_states(contexts.target).items():
         device = place.buffers.get(buffer, buffer if buffer in place.node_of else "CPU")
         result.by_device[device].checkpoints += size
@@ -265,6 +294,8 @@ def _drafter_kind(spec: EngineSpec, model: Model, notes: list[str]) -> str:
         return kind
     if kind == "lookup":
         return kind
+    if kind == "model" or (kind == "auto" and spec.draft.model):
+        return "model"
     if model.n_layer_nextn == 0 and kind == "auto" and spec.draft.lookup:
         notes.append("This model has no MTP block: drafts are looked up in the text.")
         return "lookup"

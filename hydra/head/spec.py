@@ -13,7 +13,7 @@ from typing import Any
 
 from hydra.errors import EngineError
 
-DRAFTERS = ("auto", "mtp", "lookup", "none")
+DRAFTERS = ("auto", "mtp", "model", "lookup", "none")
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,9 @@ class Endpoint:
 class DraftSpec:
     """How to draft ahead.
 
-    ``kind``: ``auto`` = the model's own MTP block where it has one, else nothing (else ``lookup`` where that is set);
-    ``mtp`` = the same without ``lookup``; ``lookup`` = prompt-lookup n-grams; ``none``.
+    ``kind``: ``auto`` = with the draft model where one is given, else the model's own MTP block where it has one, else
+    nothing (else ``lookup`` where that is set); ``mtp`` = the block alone; ``model`` = the draft model; ``lookup`` =
+    prompt-lookup n-grams; ``none``. ``model``: the GGUF of a small model with the same vocabulary.
     """
 
     kind: str = "auto"
@@ -38,6 +39,7 @@ class DraftSpec:
     p_min: float = 0.0
     adaptive: bool = True
     lookup: bool = False
+    model: str = ""
 
 
 @dataclass(frozen=True)
@@ -110,6 +112,8 @@ class EngineSpec:
             raise EngineError(f"n_gpu_layers is {self.n_gpu_layers}, and there are peers: layers says what lies where.")
         if self.draft.kind not in DRAFTERS:
             raise EngineError(f"draft.kind is {self.draft.kind!r}.", f"Use one of {', '.join(DRAFTERS)}.")
+        if self.draft.kind == "model" and not self.draft.model:
+            raise EngineError("draft.kind is model, and draft.model names none.")
         if self.flash_attn not in ("on", "off", "auto"):
             raise EngineError(f"flash_attn is {self.flash_attn!r}.", "Use on, off or auto.")
         if self.parallel < 1 or self.ubatch_size < 1 or self.batch_size < 1 or self.draft.n_max < 1:
