@@ -16,6 +16,7 @@ TIME_MEMORY = 0.8
 SWITCH_GAIN = 1.02  # a change of width makes new graphs, so it must promise something
 FIRST_PROBE, LAST_PROBE = 48, 384  # rounds between two tries while drafting does not pay
 WARM_UP = 2  # steps of a width before its time counts
+SLACK = 1.25  # a piece of a prompt may take so much longer than a step of the answers that wait for it
 REMEASURE = 256  # rounds after which a step without a draft is timed again
 
 
@@ -101,6 +102,33 @@ class StepCost:
             low, high = sizes[0], sizes[1]
         slope = (self.seconds[high] - self.seconds[low]) / (high - low)
         return max(self.seconds[low] + slope * (size - low), min(self.seconds.values()) * 0.5)
+
+
+class PieceSize:
+    """How much of a prompt to read between two steps of running answers: about as long as such a step takes.
+
+    Sizes double from ``least``. A size that was not measured yet is taken to cost what half of it does, which is so
+    wherever reading weights takes the time; once tried, it is known.
+    """
+
+    def __init__(self, least: int, most: int) -> None:
+        self._least = min(least, most)
+        self._most = most
+        self._cost = StepCost()
+
+    def measured(self, size: int, seconds: float) -> None:
+        """Counted for the largest of our sizes that it reaches."""
+        if size >= self._least:
+            step = self._least
+            while step * 2 <= size:
+                step *= 2
+            self._cost.add(step, seconds * step / size)
+
+    def choose(self, step_s: float) -> int:
+        size, known = self._least, self._cost.seconds
+        while size in known and size * 2 <= self._most and known.get(size * 2, known[size]) <= SLACK * step_s:
+            size *= 2
+        return size
 
 
 @dataclass

@@ -20,7 +20,7 @@ from typing import Any
 
 from hydra.errors import EngineError, HydraError, RequestError
 
-from .adaptive import Acceptance, DraftLength
+from .adaptive import Acceptance, DraftLength, PieceSize
 from .cells import Cells
 from .llama import Batch, Context
 from .loading import Loaded, ProgressSink, load, n_threads, share
@@ -28,7 +28,7 @@ from .sampling import Sampler, SamplingParams, logprobs
 from .slots import Chunk, Done, DraftStats, Event, Failed, Request, Slot
 from .spec import EngineSpec
 
-MIN_PREFILL_TOKENS = 16
+MIN_PREFILL_TOKENS = 32
 
 
 class Engine:
@@ -55,7 +55,7 @@ class Engine:
         self._lengths: dict[int, DraftLength] = {}  # by the number of decoding slots: costs differ
         self._overall = Acceptance(spec.draft.n_max)
         self._acceptance: dict[str, Acceptance] = {}
-        self._prefill_s_per_token = 0.0
+        self._pieces = PieceSize(MIN_PREFILL_TOKENS, n_batch)
         self._decode_s = 0.0
         self.stats = DraftStats()
         self.steps = 0
@@ -425,9 +425,8 @@ class Engine:
     def _prefill_step(self, slots: list[Slot], others_decode: bool, events: list[Event]) -> float:
         """Read a piece of the waiting prompts; bounded while others decode. Returns the seconds spent in llama.cpp."""
         budget = self._batch.capacity
-        if others_decode and self._prefill_s_per_token > 0:
-            # As long as the decoding slots' own step, so that they keep half their pace at least.
-            budget = max(MIN_PREFILL_TOKENS, min(budget, int(self._decode_s / self._prefill_s_per_token)))
+        if others_decode:
+            budget = min(budget, self._pieces.choose(self._decode_s))
         batch = self._batch
         batch.clear()
         parts: list[tuple[Slot, list[int], int, bool]] = []
@@ -455,8 +454,7 @@ class Engine:
         self._cells.decoded()
         self._target.wait()
         seconds = time.perf_counter() - started
-        if batch.n >= MIN_PREFILL_TOKENS:
-            self._prefill_s_per_token = seconds / batch.n
+        self._pieces.measured(batch.n, seconds)
         for slot, piece, first, last in parts:
             slot.tokens.extend(piece)
             if slot.request is not None and len(slot.tokens) == slot.request.checkpoint_at:
