@@ -236,6 +236,8 @@ def test_metrics(head: Head) -> None:
     families = {family.name: family for family in text_string_to_metric_families(get(head, "/metrics").text)}
     assert families["hydra_generated_tokens"].samples[0].value >= 8
     assert families["hydra_acceptance_ratio"].samples[0].value == pytest.approx(0.75)
+    for name in ("hydra_acceptance_length_mean", "hydra_draft_seconds", "hydra_verify_seconds"):
+        assert families[name].samples[0].value >= 0
     states = {sample.labels["state"]: sample.value for sample in families["hydra_state"].samples}
     assert states["ready"] == 1 and sum(states.values()) == 1
     assert any(

@@ -6,16 +6,18 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from hydra.errors import EngineError, ModelError
 from hydra.head import placement
-from hydra.head.adaptive import FIRST_PROBE, Acceptance, DraftLength, StepCost
+from hydra.head.adaptive import FIRST_PROBE, Acceptance, DraftLength, PieceSize, StepCost
 from hydra.head.channel import FrameReader, encode
 from hydra.head.loadlog import LoadLog
 from hydra.head.lookup import LookupDrafter
+from hydra.head.report import Totals
 from hydra.head.spec import DraftSpec, Endpoint, EngineSpec
 
 
@@ -117,6 +119,18 @@ def test_the_load_log_is_understood() -> None:
     assert log.why() == "error loading model: tensor 'x' is missing"
 
 
+def test_sums_over_requests() -> None:
+    """What /metrics says of drafting since the start."""
+    totals = Totals()
+    assert totals.acceptance_rate is None
+    assert totals.mean_acceptance_length is None
+    for accepted in (2, 4):
+        totals.add({"drafted": 6, "accepted": accepted, "draft_rounds": 2, "draft_s": 0.5, "verify_s": 1.5})
+    assert (totals.drafted, totals.accepted, totals.draft_s, totals.verify_s) == (12, 6, 1.0, 3.0)
+    assert totals.acceptance_rate == 0.5
+    assert totals.mean_acceptance_length == 1 + 6 / 4
+
+
 def test_lookup_says_what_followed_before() -> None:
     drafter = LookupDrafter(n_slots=1, n_max=4)
     text = [1, 2, 3, 4, 5, 6, 7, 9, 1, 2]
@@ -191,6 +205,23 @@ def test_it_comes_back_when_the_text_changes() -> None:
         length.measured(n, 2.0 * n, 20.5 + 0.5 * n)
         chosen.append(n)
     assert chosen[-1] == 4
+
+
+def test_pieces_of_a_prompt_take_about_as_long_as_a_step() -> None:
+    def settled(cost: Callable[[int], float], step_s: float) -> int:
+        piece = PieceSize(32, 2048)
+        piece.measured(2048, cost(2048))
+        for _ in range(20):
+            size = piece.choose(step_s)
+            piece.measured(size, cost(size))
+        return piece.choose(step_s)
+
+    assert PieceSize(32, 2048).choose(1.0) == 32
+    assert PieceSize(32, 16).choose(1.0) == 16
+    assert settled(lambda size: 0.005 * size, 0.02) == 32  # a CPU: the least there is
+    assert settled(lambda size: max(0.02, 0.0003 * size), 0.02) == 32 * 2  # a GPU: what costs no more than one token
+    assert settled(lambda size: 0.0001 * size, 0.02) == 128  # fast at reading: by time
+    assert settled(lambda _size: 0.001, 0.02) == 2048
 
 
 def test_costs_between_measured_sizes() -> None:

@@ -27,7 +27,10 @@ def totals(head: HeadState) -> dict[str, Any]:
         "generated_tokens": sums.generated_tokens,
         "drafted": sums.drafted,
         "accepted": sums.accepted,
-        "acceptance_rate": sums.accepted / sums.drafted if sums.drafted else None,
+        "acceptance_rate": sums.acceptance_rate,
+        "mean_acceptance_length": sums.mean_acceptance_length,
+        "draft_s": sums.draft_s,
+        "verify_s": sums.verify_s,
         "prefill_tps": sums.last_prefill_tps,
         "decode_tps": sums.last_decode_tps,
         "resumed_streams": sums.resumed_streams,
@@ -51,8 +54,11 @@ class _Head(Collector):
         yield _counter("hydra_generated_tokens", "Tokens of answers.", sums.generated_tokens)
         yield _counter("hydra_drafted_tokens", "Tokens guessed ahead.", sums.drafted)
         yield _counter("hydra_accepted_tokens", "Guessed tokens that the model agreed with.", sums.accepted)
-        rate = sums.accepted / sums.drafted if sums.drafted else 0.0
-        yield _gauge("hydra_acceptance_ratio", "Accepted of drafted tokens since start.", rate)
+        yield _gauge("hydra_acceptance_ratio", "Accepted of drafted tokens since start.", sums.acceptance_rate or 0.0)
+        yield _gauge("hydra_acceptance_length_mean", "Tokens that a verified draft gives, verification's own included.",
+                     sums.mean_acceptance_length or 0.0)
+        yield _counter("hydra_draft_seconds", "Time in drafts.", sums.draft_s)
+        yield _counter("hydra_verify_seconds", "Time in verifications, and in steps without a draft.", sums.verify_s)
         yield _gauge("hydra_prompt_tokens_per_second", "Prompt rate of the last request.", sums.last_prefill_tps)
         yield _gauge("hydra_generated_tokens_per_second", "Decode rate of the last request.", sums.last_decode_tps)
         yield _counter("hydra_resumed_streams", "Answers continued by a new engine.", sums.resumed_streams)

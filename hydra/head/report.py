@@ -41,13 +41,16 @@ class Event:
 
 @dataclass
 class Totals:
-    """Sums since start, for /metrics."""
+    """Sums since start, for /metrics. ``draft_s``, ``verify_s``: seconds that drafts and verifications took."""
 
     requests: dict[str, int] = field(default_factory=dict)
     prompt_tokens: int = 0
     generated_tokens: int = 0
     drafted: int = 0
     accepted: int = 0
+    draft_rounds: int = 0
+    draft_s: float = 0.0
+    verify_s: float = 0.0
     resumed_streams: int = 0
     last_prefill_tps: float = 0.0
     last_decode_tps: float = 0.0
@@ -60,8 +63,20 @@ class Totals:
         self.prompt_tokens += int(stats.get("prompt_tokens") or 0)
         self.drafted += int(stats.get("drafted") or 0)
         self.accepted += int(stats.get("accepted") or 0)
+        self.draft_rounds += int(stats.get("draft_rounds") or 0)
+        self.draft_s += float(stats.get("draft_s") or 0.0)
+        self.verify_s += float(stats.get("verify_s") or 0.0)
         self.last_prefill_tps = float(stats.get("prefill_tps") or self.last_prefill_tps)
         self.last_decode_tps = float(stats.get("decode_tps") or self.last_decode_tps)
+
+    @property
+    def acceptance_rate(self) -> float | None:
+        return self.accepted / self.drafted if self.drafted else None
+
+    @property
+    def mean_acceptance_length(self) -> float | None:
+        """Tokens of a verified draft, verification's own included."""
+        return 1 + self.accepted / self.draft_rounds if self.draft_rounds else None
 
 
 def percent(load: dict[str, Any]) -> float | None:
