@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
-from hydra.bench import mtp
-from hydra.errors import HydraError
+from hydra.bench import cli, mtp
+from hydra.errors import ConfigError, HydraError
 from tests.engine_support import toy
 
 
@@ -41,6 +42,20 @@ def test_several_requests_at_once() -> None:
     outcome = mtp.run(plan, lambda _line: None)
     assert all(figure.decode_tps[0] > 0 for figure in outcome.figures)
     assert outcome.identical
+
+
+def test_a_shape_alone_is_measured_with_mtp(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`hydra bench --synthetic 27b`: a rig is tried before a model is fetched."""
+    asked: list[str] = []
+    monkeypatch.setattr(mtp, "command", lambda synthetic: asked.append(synthetic))
+    runner = CliRunner()
+    assert runner.invoke(cli.app, ["--synthetic", "27b"]).exit_code == 0
+    assert asked == ["27b"]
+    refused = runner.invoke(cli.app, ["--synthetic", "27b", "nagle"])
+    assert isinstance(refused.exception, ConfigError)
+    assert "hydra bench nagle --synthetic 27b" in refused.exception.hint
+    assert runner.invoke(cli.app, ["--help"]).exit_code == 0
+    assert asked == ["27b"]
 
 
 def test_a_model_without_mtp_is_refused() -> None:

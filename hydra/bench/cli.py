@@ -1,6 +1,6 @@
 """The commands of `hydra bench`: options in, tables on stdout, progress on stderr, one JSON object last with `--json`.
 
-Holds no measurement; each is imported when it runs. `mtp` and `soak` stand in modules of their own.
+Holds no measurement; each is imported when it runs. `mtp`, `server` and `soak` stand in modules of their own.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from hydra.bench import linkbench
 from hydra.errors import ConfigError
 
 app = typer.Typer(
-    no_args_is_help=True, rich_markup_mode=None, help="Measure side by side: stock peer, our peer, link, MTP."
+    no_args_is_help=True, rich_markup_mode=None, help="Measure side by side: stock peer, our peer, link, MTP, llama-server."
 )
 
 _RESIDENT_BYTES = 2 << 30  # three copies of a larger model may not fit
@@ -67,6 +67,19 @@ def _confirm(path: str, size_bytes: int) -> bool:
     if not sys.stdin.isatty():
         return False
     return typer.confirm(f"{path} takes {size_bytes / 1e9:.1f} GB. Make it?", err=True)
+
+
+@app.callback(invoke_without_command=True)
+def bench(context: typer.Context, synthetic: Synthetic = "") -> None:
+    """With a shape and no command: that model is made, and MTP measured with it."""
+    if not synthetic:
+        return
+    if context.invoked_subcommand is not None:
+        raise ConfigError(f"--synthetic stands before {context.invoked_subcommand}.",
+                          f"Write: hydra bench {context.invoked_subcommand} --synthetic {synthetic}")
+    from hydra.bench import mtp
+
+    mtp.command(synthetic=synthetic)
 
 
 @app.command("peer")
@@ -305,6 +318,6 @@ def _register(name: str) -> None:
         app.command(name)(module.command)
 
 
-for _name in ("mtp", "soak"):
+for _name in ("mtp", "server", "soak"):
     _register(_name)
 app.command("link")(linkbench.command)

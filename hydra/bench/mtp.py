@@ -251,7 +251,8 @@ def _measure(plan: Plan, client: _Client, peer: str, drafts: tuple[str, ...],
 
 def command(
     model: Annotated[Path | None, typer.Option("--model", "-m", metavar="FILE", help="GGUF with an MTP block.")] = None,
-    synthetic: Annotated[str, typer.Option("--synthetic", metavar="SHAPE", help="Make a model: tiny, 9b, 27b.")] = "",
+    synthetic: Annotated[
+        str, typer.Option("--synthetic", metavar="SHAPE", help="Make a model: tiny, small, 9b, 27b.")] = "",
     acceptance: Annotated[
         str, typer.Option("--acceptance", metavar="A,A", help="Acceptances of the synthetic model, such as 0.3,0.7,1.")
     ] = "0.7",
@@ -266,11 +267,13 @@ def command(
     layers: Annotated[int, typer.Option("--layers", metavar="N", help="Layers on the peer (-1: by memory).")] = -1,
     ctx_size: Annotated[int, typer.Option("--ctx-size", "-c", metavar="N", help="Context (0: what is needed).")] = 0,
     cache_type: Annotated[str, typer.Option("--cache-type", metavar="T", help="KV cache: f16, q8_0.")] = "f16",
+    by_step: Annotated[
+        bool, typer.Option("--by-step", help="Only what adaptive drafting costs, in one process and in turn.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object, the last line of stdout.")] = False,
 ) -> None:
     """Measure MTP: off and on in turn, by draft length and acceptance, with and without a peer."""
     from hydra import console
-    from hydra.bench import cli
+    from hydra.bench import bystep, cli
 
     if synthetic:
         from hydra.bench import synthetic as maker
@@ -283,8 +286,15 @@ def command(
         models = [("0.7", maker.model("tiny", confirm=cli._confirm))]
     else:
         models = [("", cli.model_path(model, ""))]
-    outcomes: dict[str, Outcome] = {}
+    outcomes: dict[str, Any] = {}
     for name, path in models:
+        if by_step:
+            cost = bystep.run(path, rounds=rounds, answers=3, tokens=tokens, n_max=max(map(int, lengths.split(","))),
+                              threads=threads, report=console.note)
+            console.result(f"acceptance built in: {name}" if name else str(path))
+            console.table(bystep.COLUMNS, cost.rows())
+            outcomes[name or "model"] = cost
+            continue
         plan = Plan(
             path, tuple(peers.split(",")), tuple(int(n) for n in lengths.split(",")), rounds=rounds, tokens=tokens,
             prompt_tokens=prompt, device=device, threads=threads, layers=layers,

@@ -151,6 +151,16 @@ class MemoryWatch:
             self.samples += 1
 
 
+def start_hydra(arguments: Sequence[str]) -> Child:
+    """This program itself as a child, without the user's own HYDRA_* settings, which belong to the user's own boxes."""
+    # An empty variable would be a setting, too.
+    env = {name: os.environ.pop(name) for name in list(os.environ) if name.startswith("HYDRA_")}
+    try:
+        return Child([sys.executable, *([] if getattr(sys, "frozen", False) else ["-m", "hydra"]), *arguments])
+    finally:
+        os.environ.update(env)
+
+
 class Child:
     """One child process with its output in a temporary file, ended at the latest by ``close``.
 

@@ -14,7 +14,6 @@ import os
 import random
 import signal
 import statistics
-import sys
 import tempfile
 import threading
 import time
@@ -26,7 +25,7 @@ from typing import Annotated, Any
 
 import typer
 
-from hydra.bench.process import Child, free_port, memory_of, process_tree, worker_command
+from hydra.bench.process import Child, free_port, memory_of, process_tree, start_hydra, worker_command
 from hydra.errors import EngineError, HydraError
 
 START_S = 180.0
@@ -69,10 +68,6 @@ threads = 1
 """
 
 
-def _hydra(arguments: list[str]) -> list[str]:
-    return [sys.executable, *([] if getattr(sys, "frozen", False) else ["-m", "hydra"]), *arguments]
-
-
 class Rig:
     """Peer, relay and head as processes. The head reaches the peer through the relay, so that the cable can be cut."""
 
@@ -87,19 +82,13 @@ class Rig:
         self._children: list[Child] = []
         self.peer = self._up("peer")
         relay = ["--listen", f"127.0.0.1:{self.relay_port}", "--forward", f"127.0.0.1:{self.peer_port}", "--delay", "0"]
-        self.relay = self._start(worker_command("relay", relay))
+        self.relay = self._kept(Child(worker_command("relay", relay)))
         self.head = self._up("head")
 
     def _up(self, node: str) -> Child:
-        return self._start(_hydra(["up", "--config", str(self.folder / f"{node}.toml"), "--node", node]))
+        return self._kept(start_hydra(["up", "--config", str(self.folder / f"{node}.toml"), "--node", node]))
 
-    def _start(self, command: list[str]) -> Child:
-        # The user's own settings belong to the user's own boxes; an empty variable would be a setting, too.
-        env = {name: os.environ.pop(name) for name in list(os.environ) if name.startswith("HYDRA_")}
-        try:
-            child = Child(command)
-        finally:
-            os.environ.update(env)
+    def _kept(self, child: Child) -> Child:
         self._children.append(child)
         return child
 
