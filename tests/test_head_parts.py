@@ -121,9 +121,9 @@ def test_the_load_log_is_understood() -> None:
 
 def test_sums_over_requests() -> None:
     """What /metrics says of drafting since the start."""
+    fresh = Totals()
+    assert (fresh.acceptance_rate, fresh.mean_acceptance_length) == (None, None)
     totals = Totals()
-    assert totals.acceptance_rate is None
-    assert totals.mean_acceptance_length is None
     for accepted in (2, 4):
         totals.add({"drafted": 6, "accepted": accepted, "draft_rounds": 2, "draft_s": 0.5, "verify_s": 1.5})
     assert (totals.drafted, totals.accepted, totals.draft_s, totals.verify_s) == (12, 6, 1.0, 3.0)

@@ -17,7 +17,9 @@ from hydra.bench import linkbench
 from hydra.errors import ConfigError
 
 app = typer.Typer(
-    no_args_is_help=True, rich_markup_mode=None, help="Measure side by side: stock peer, our peer, link, MTP, llama-server."
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    help="Measure side by side: stock peer, our peer, link, MTP, llama-server.",
 )
 
 _RESIDENT_BYTES = 2 << 30  # three copies of a larger model may not fit
