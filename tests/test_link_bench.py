@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
-from hydra.bench import linkbench, synthetic
+from hydra.bench import linkbench, linkhead, synthetic
 from hydra.bench.cli import app
 from hydra.errors import ConfigError
 
@@ -45,6 +47,34 @@ def test_json_is_one_object_last(model: Path) -> None:
     rows = json.loads(done.stdout.splitlines()[-1])["rows"]
     assert [row["way"] for row in rows] == ["stock", "link"]
     assert {"bytes_per_step", "messages_per_step", "tps", "ratio_to_stock"} <= rows[1].keys()
+
+
+def test_a_run_that_was_stopped_goes_on(model: Path, tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    plan = linkbench.Plan(model, ("loopback",), (1024,), (False, True), ("stock", "link"), 1, 1, threads=1)
+    whole = linkbench.run(plan, lambda _text: None, file)
+    lines = file.read_text().splitlines()
+    assert len(lines) == 1 + len(whole) == 5
+    file.write_text("\n".join(lines[:3]) + "\n")  # stopped after the first setting
+    told: list[str] = []
+    again = linkbench.run(plan, told.append, file)
+    assert again[:2] == whole[:2] and [(row.way, row.mtp) for row in again[2:]] == [("stock", True), ("link", True)]
+    assert not any("MTP off" in line for line in told) and file.read_text().splitlines()[:3] == lines[:3]
+    told.clear()
+    assert linkbench.run(plan, told.append, file) == again and not told, "nothing left: nothing is loaded"
+    with pytest.raises(ConfigError, match="other options"):
+        linkbench.run(replace(plan, turns=2), told.append, file)
+    file.write_text("no rows")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        linkbench.run(plan, told.append, file)
+
+
+def test_the_text_repeats_itself_as_text_does() -> None:
+    some = list(islice(linkhead.text(4096), 4000))
+    assert some == list(islice(linkhead.text(4096), 4000)) and all(0 <= token < 4096 for token in some)
+    late = sum(token not in some[:at] for at, token in enumerate(some) if at >= 2000)
+    assert 0.15 < late / 2000 < 0.25
+    assert len(set(islice(linkhead.text(64), 4000))) == 56, "and goes on when there is nothing new any more"
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ packed. The rule that all frames follow: what they carry is a plain ggml-RPC str
 
     head → peer                                                                                      delivers
       0x01 PLAIN    kind u8 | length u32 | bytes                                                     these bytes
-      0x02 KEEP     kind u8 | slot u16 | length u32 | one message                                    it, and keeps it
-      0x03 SAME     kind u8 | slot u16                                                               the kept message
+      0x02 KEEP     kind u8 | slot u16 | length u32 | a message, or a row of one                     it, and keeps it
+      0x03 SAME     kind u8 | slot u16                                                               what is kept there
       0x04 PATCH    kind u8 | slot u16 | count u16 | (offset u32, length u32)[count] | new bytes     it, changed first
       0x05 DROP     kind u8 | slot u16                                                               nothing; forgets it
       0x06 HALF     kind u8 | length u32 | float16[length / 2]                                       as float32
@@ -40,7 +40,7 @@ FIRST_BYTE = MAGIC[0]
 HELLO = struct.Struct("<8sHHIQII")
 
 MAX_SLOTS = 4096
-MAX_STORE_BYTES = 64 << 20  # of kept messages, at each end of a connection
+MAX_STORE_BYTES = 64 << 20  # of kept messages and rows, at each end of a connection
 MAX_KEPT_BYTES = 4 << 20  # of one kept message: a decode step's inputs and graphs, not a prefill's activations
 MAX_RANGES = 2048
 MAX_FAULT_BYTES = 4096
