@@ -568,11 +568,7 @@ def _usage(error: typer.TyperException) -> int:
 def _tell(error: BaseException, message: str, hint: str, code: int) -> int:
     from . import console
 
-    if os.environ.get("HYDRA_DEBUG"):
-        import traceback
-
-        traceback.print_exception(error)
-    console.error(message, hint)
+    console.error(message, hint, error if os.environ.get("HYDRA_DEBUG") else None)
     return code
 
 

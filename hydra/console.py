@@ -70,6 +70,9 @@ def write_dim(text: str) -> None:
 
 def note(text: str) -> None:
     """One line for the person at the terminal, on stderr."""
+    if _in_json():
+        logging.getLogger("hydra").info("%s", text)
+        return
     err().print(text, soft_wrap=_unbroken())
 
 
@@ -78,11 +81,18 @@ def _unbroken() -> bool:
     return not err().is_terminal
 
 
-def error(message: str, hint: str = "") -> None:
-    """What happened, and on a line of its own what to do."""
+def error(message: str, hint: str = "", trace: BaseException | None = None) -> None:
+    """What happened, and on a line of its own what to do; where asked, where it comes from. In a JSON log a record."""
+    one = " ".join(message.split())
+    if _in_json():
+        logging.getLogger("hydra").error("%s", one, exc_info=trace, extra={"hint": " ".join(hint.split())})
+        return
+    if trace is not None:
+        import traceback
+
+        traceback.print_exception(trace)
     from rich.text import Text
 
-    one = " ".join(message.split())
     err().print(Text.assemble(("error: ", "bold red"), one), soft_wrap=_unbroken())
     if hint:
         err().print(Text.assemble(("hint:  ", "bold"), " ".join(hint.split())), soft_wrap=_unbroken())
@@ -94,6 +104,10 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[Any]], *, stderr: bool
     from rich.text import Text
 
     console = err() if stderr else out()
+    if stderr and _in_json():
+        for line in text_table(columns, rows):
+            note(line)
+        return
     if not console.is_terminal:
         for line in text_table(columns, rows):
             print(line, file=sys.stderr if stderr else sys.stdout, flush=True)
@@ -268,8 +282,13 @@ class _Handler(logging.Handler):
             node = getattr(record, "node", self.node)
             if self.as_json:
                 stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z"
-                print(json.dumps({"level": record.levelname.lower(), "time": stamp, "node": node, "logger": record.name,
-                                  "message": message}, ensure_ascii=False), file=sys.stderr, flush=True)
+                told = {"level": record.levelname.lower(), "time": stamp, "node": node, "logger": record.name,
+                        "message": message}
+                if getattr(record, "hint", ""):
+                    told["hint"] = record.hint  # type: ignore[attr-defined]
+                if record.exc_info:
+                    told["exception"] = logging.Formatter().formatException(record.exc_info)
+                print(json.dumps(told, ensure_ascii=False), file=sys.stderr, flush=True)
             else:
                 from rich.text import Text
 
@@ -277,10 +296,15 @@ class _Handler(logging.Handler):
                 line = Text.assemble((f"{record.levelname.lower():<7}", LEVELS.get(record.levelname, "")), f" {stamp} ",
                                      (node, "bold"), f" {message}")
                 err().print(line, soft_wrap=_unbroken())
-            if record.exc_info:
+            if record.exc_info and not self.as_json:
                 print(logging.Formatter().formatException(record.exc_info), file=sys.stderr, flush=True)
         except Exception:
             self.handleError(record)
+
+
+def _in_json() -> bool:
+    """Whether stderr is a log of JSON objects, where a line of another kind would be a fault to whoever reads it."""
+    return any(isinstance(handler, _Handler) and handler.as_json for handler in logging.getLogger().handlers)
 
 
 def log_to_stderr(node: str, *, debug: bool = False, as_json: bool = False) -> None:
@@ -321,6 +345,7 @@ class Loading:
         self._clock = clock
         self._every_s = every_s
         self._bar: Progress | None = None
+        self._with_bar = False
         self._last_s = float("-inf")
         self._last_stage = ""
 
@@ -340,13 +365,20 @@ class Loading:
     def _draw(self, said: str, done: int, total: int) -> None:
         from rich.progress import BarColumn, Progress, TextColumn
 
+        # Where there is little room the words are worth more than the bar.
+        with_bar = bool(total) and err().width >= NARROW
+        if self._bar is not None and with_bar != self._with_bar:
+            self.close()
         if self._bar is None:
-            # Where there is little room the words are worth more than the bar.
-            bar = [BarColumn(bar_width=20)] if err().width >= NARROW else []
+            self._with_bar = with_bar
+            bar = [BarColumn(bar_width=20)] if with_bar else []
             self._bar = Progress(TextColumn("{task.description}"), *bar, TextColumn("{task.fields[percent]}"),
                                  console=err(), transient=True, refresh_per_second=5)
             self._bar.add_task(said, total=None, percent="")
             self._bar.start()
+        # Not to the last column: a Ctrl-C is echoed behind the line, and must not begin another one.
+        room = err().width - 4 - (21 if with_bar else 0) - (6 if total else 0)
+        said = said if len(said) <= room else f"{said[: room - 1]}…"
         self._bar.update(self._bar.task_ids[0], description=said, total=total or None, completed=done,
                          percent=f"{100 * done / total:.0f} %" if total else "")
 

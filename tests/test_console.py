@@ -99,3 +99,18 @@ def test_units():
     assert [console.bytes_text(n) for n in (0, 999, 1234, 5_600_000, 7.8e9, 3e12)] == [
         "0 B", "999 B", "1.2 kB", "5.6 MB", "7.8 GB", "3000.0 GB"]
     assert [console.seconds_text(s) for s in (-1, 0.4, 59.6, 3700)] == ["0:00", "0:00", "1:00", "61:40"]
+
+
+def test_in_a_json_log_everything_is_a_record(capsys):
+    console.log_to_stderr("mini", as_json=True)
+    console.note("a note")
+    console.table(["A"], [["b"]], stderr=True)
+    console.error("what\nhappened", "do this", ValueError("inner"))
+    try:
+        raise ValueError("outer")
+    except ValueError:
+        logging.getLogger("hydra").exception("with\na trace")
+    records = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+    assert [record["message"] for record in records] == ["a note", "A", "b", "what happened", "with a trace"]
+    assert (records[3]["level"], records[3]["hint"]) == ("error", "do this") and "inner" in records[3]["exception"]
+    assert "Traceback" in records[4]["exception"] and "outer" in records[4]["exception"]

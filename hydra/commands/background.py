@@ -65,8 +65,7 @@ def detach(file: str | None, node: str | None, overrides: Mapping[str, Any], *, 
     while time.monotonic() < deadline:
         if process.poll() is not None:
             lines = log.read_bytes()[begin:].decode(errors="replace").splitlines()
-            said = {mark: line.partition(": ")[2].strip() for line in lines for mark in ("error", "hint")
-                    if line.startswith(f"{mark}:")}
+            said = _last_error(lines)
             ended = HydraError(f"{me.name} ended at once: {said.get('error') or ' '.join(lines[-1:]) or 'no word'}",
                                f"{said.get('hint', '')} Its log: {log}.".strip())
             ended.exit_code = process.returncode if process.returncode > 0 else HydraError.exit_code
@@ -78,6 +77,19 @@ def detach(file: str | None, node: str | None, overrides: Mapping[str, Any], *, 
     _pid_file(me.name).write_text(json.dumps({"pid": process.pid, "config": str(cfg.path.absolute())}))
     console.note(f"{me.name} runs in the background (process {process.pid}). `hydra logs -f` shows it, "
                  "`hydra down` stops it.")
+
+
+def _last_error(lines: list[str]) -> dict[str, str]:
+    """error and hint of a log's last error, whichever form the log has."""
+    said: dict[str, str] = {}
+    for line in lines:
+        if line.startswith(("error: ", "hint: ")):
+            mark, _, text = line.partition(": ")
+            said[mark] = text.strip()
+        elif line.startswith('{"level": "error"'):
+            record = json.loads(line)
+            said = {"error": str(record["message"]), "hint": str(record.get("hint", ""))}
+    return said
 
 
 def down(file: str | None, node: str | None) -> None:

@@ -22,6 +22,8 @@ def run(file: str | None, node: str | None, overrides: Mapping[str, Any], *, log
 
     Raises: HydraError for everything that keeps this node from running.
     """
+    if log_json:
+        console.log_to_stderr("hydra", debug=debug, as_json=True)  # what is wrong with the file is a record, too
     cfg = config.load(file, overrides=overrides)
     found = nodes.this_node(cfg, node)
     console.log_to_stderr(found.node.name, debug=debug, as_json=log_json)
