@@ -11,14 +11,17 @@ from __future__ import annotations
 
 import io
 import itertools
+import json
 import re
 import shutil
 import socket
 import sys
+import sysconfig
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import httpx
 import pyte
 from rich.console import Console
 from rich.style import Style
@@ -62,8 +65,23 @@ layers = 6
 device = "CPU"
 threads = 1
 """
-QUESTION = "Write a short Python function that adds two numbers. Use Markdown."
-LONG = "Tell me a long story about a river."
+# The model has learnt to continue texts, not to answer: these show it how an answer looks.
+EXAMPLES = (
+    ("Name three rivers of Asia.",
+     "## Rivers of Asia\n\n1. **Yangtze**: the longest river of *Asia*, in China.\n2. **Mekong**: it flows through six "
+     "countries.\n3. **Ganges**: a holy river of India.\n\nAll three rise in the *Himalaya* or on the plateau behind "
+     "it."),
+    ("How do I print a text three times in Python?",
+     "Use a `for` loop:\n\n```python\nfor number in range(3):\n    print(\"Hello\")\n```\n\n"
+     "The **body** of the loop runs three times."),
+    ("Name three mountains of Africa.",
+     "## Mountains of Africa\n\n1. **Kilimanjaro**: the highest, in Tanzania.\n2. **Mount Kenya**: an old volcano in "
+     "Kenya.\n3. **Toubkal**: the highest of the *Atlas*, in Morocco.\n\nAll three are climbed by many people each "
+     "year."),
+    ("How do I multiply two numbers in Python?",
+     "Use a **function** with two arguments:\n\n```python\ndef multiply(a, b):\n    return a * b\n```\n\n"
+     "Call it with `multiply(2, 3)`: the result is 6."),
+)
 # pyte knows no faint text: it is shown in the colour that terminals give it.
 FAINT = re.compile(r"\x1b\[2(;[0-9;]*)?m")
 THEME = TerminalTheme(
@@ -118,8 +136,8 @@ def _line(cells: list[pyte.screens.Char]) -> Text:
 
 
 def _style(cell: pyte.screens.Char) -> Style:
-    return Style(color=_color(cell.fg), bgcolor=_color(cell.bg), bold=cell.bold, italic=cell.italics,
-                 underline=cell.underscore, reverse=cell.reverse)
+    return Style(color=_color(cell.fg), bgcolor=_color(cell.bg), bold=cell.bold or None,
+                 italic=cell.italics or None, underline=cell.underscore or None, reverse=cell.reverse or None)
 
 
 def _color(name: str) -> str | None:
@@ -184,26 +202,41 @@ def up(tower: Terminal) -> None:
 
 
 def chat(tower: Terminal) -> None:
-    with terminal("chat", "--temp", "0", "-n", "300") as talk:
+    turns = [{"role": role, "content": text} for pair in EXAMPLES
+             for role, text in zip(("user", "assistant"), pair, strict=True)]
+    saved = {"system": "", "params": {"temperature": 0, "max_tokens": 120}, "messages": turns}
+    (FOLDER / "examples.json").write_text(json.dumps(saved))
+    with terminal("chat") as talk:
         talk.until(">>>")
-        talk.send(f"{QUESTION}\r")
-        talk.until("context ")
-        talk.wait_for(lambda: talk.text().endswith(">>>"), "the prompt")
+        talk.send("/load examples.json\r")
+        talk.until("Loaded")
+        answer(talk, "How do I add two numbers in Python?")
+        talk.send("/set repeat_penalty 1.1\r")
+        talk.until("= 1.1")
+        answer(talk, "Name three cities of Italy.")
         save(talk, "hydra chat")
         talk.send("\x04")
 
 
+def answer(talk: Terminal, question: str) -> None:
+    """Ask, and wait until the next question can be asked."""
+    before = talk.all().count("context ")
+    talk.send(f"{question}\r")
+    talk.wait_for(lambda: talk.all().count("context ") > before and talk.text().endswith(">>>"), "an answer")
+
+
 def ps(tower: Terminal) -> None:
-    with terminal("chat", "--temp", "0", "-n", "1500") as talk:
-        talk.until(">>>")
-        talk.send(f"{LONG}\r")
-        talk.wait_for(lambda: len(talk.text().splitlines()) > 6, "an answer")
+    """While a request runs."""
+    serving = re.search(r"http://127\.0\.0\.1:\d+/v1", tower.raw)
+    assert serving, "the head has said where it serves"
+    request = {"prompt": "Once upon a time", "max_tokens": 1500, "ignore_eos": True, "stream": True}
+    with httpx.stream("POST", f"{serving[0]}/completions", json=request, timeout=60, trust_env=False) as reply:
+        lines = reply.raise_for_status().iter_lines()
+        begun = list(itertools.islice(lines, 100))
+        assert len(begun) == 100, f"the answer has ended: {begun[-4:]}"
         with terminal("ps") as shown:
             shown.end()
             save(shown, "hydra ps")
-        talk.send("\x03")
-        talk.until("[stopped]")
-        talk.send("\x04")
 
 
 def doctor(tower: Terminal) -> None:
@@ -215,15 +248,29 @@ def doctor(tower: Terminal) -> None:
 PICTURES: dict[str, Callable[[Terminal], None]] = {"up": up, "chat": chat, "ps": ps, "doctor": doctor}
 
 
+def environment() -> None:
+    """This environment once more, in the folder: so that what programs say of themselves is there too."""
+    packages = Path(sysconfig.get_path("purelib"))
+    prefix = FOLDER / ".venv"
+    here = prefix / packages.relative_to(sys.prefix)
+    here.mkdir(parents=True)
+    for entry in packages.iterdir():
+        if entry.name == "llama_cpp":  # the system tells where a library really lies
+            shutil.copytree(entry, here / entry.name)
+        else:
+            (here / entry.name).symlink_to(entry)
+    (prefix / "bin").symlink_to(Path(sys.prefix) / "bin")
+    shutil.copy(Path(sys.prefix) / "pyvenv.cfg", prefix)
+    (FOLDER / "hydra").symlink_to(ROOT / "hydra")
+
+
 def main(names: list[str]) -> None:
     """All pictures, or those named."""
     FOLDER.mkdir(mode=0o755)  # not there before: what lies there is not ours
     try:
         (FOLDER / "models").mkdir()
         (FOLDER / MODEL).symlink_to(embedded_model().path)
-        # So that what programs say of themselves is in this folder too.
-        (FOLDER / ".venv").symlink_to(sys.prefix)
-        (FOLDER / "hydra").symlink_to(ROOT / "hydra")
+        environment()
         (FOLDER / "hydra.toml").write_text(TOML.format(model=MODEL, api_port=port(API_PORT), peer_port=port(PEER_PORT)))
         with terminal("up", "--node", "mini") as mini, terminal("up", "--node", "tower") as tower:
             mini.until("mini")
