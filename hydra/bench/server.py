@@ -151,7 +151,8 @@ def run(plan: Plan, report: Report) -> list[Comparison]:
                         for head in both if pair % 2 == 0 else both[::-1]:
                             getattr(comparison, head[0]).append(ask(sized, head, pair + 1, requests))
                 report(f"{place}, MTP {'on' if mtp else 'off'}, {requests} at once: decode "
-                       f"{comparison.ratio('decode_tps'):.3f}, prefill {comparison.ratio('prefill_tps'):.3f}")
+                       f"{comparison.ratio('decode_tps'):.3f}, prefill {comparison.ratio('prefill_tps'):.3f}, all "
+                       f"{comparison.ratio('total_tps'):.3f}")
                 result.append(comparison)
     return result
 

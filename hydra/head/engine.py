@@ -28,7 +28,7 @@ from .sampling import Sampler, SamplingParams, logprobs
 from .slots import Chunk, Done, DraftStats, Event, Failed, Request, Slot
 from .spec import EngineSpec
 
-MIN_PREFILL_TOKENS = 32
+MIN_PREFILL_TOKENS = 16
 
 
 class Engine:

@@ -322,9 +322,13 @@ class Vocab:
         self.eot = int(c.llama_vocab_eot(handle))
         self.add_bos = bool(c.llama_vocab_get_add_bos(handle))
         self._pieces: dict[tuple[int, bool], bytes] = {}
+        self._ends: dict[int, bool] = {}
 
     def is_eog(self, token: int) -> bool:
-        return bool(self._c.llama_vocab_is_eog(self.handle, token))
+        known = self._ends.get(token)
+        if known is None:
+            known = self._ends[token] = bool(self._c.llama_vocab_is_eog(self.handle, token))
+        return known
 
     def is_control(self, token: int) -> bool:
         return bool(self._c.llama_vocab_is_control(self.handle, token))
