@@ -15,7 +15,8 @@ PACKAGE = Path(__file__).parent.parent / "hydra"
 # below its own, and from SAME at its own level. A new module has to be given its place here.
 LEVELS = [
     {"errors", "__init__"},
-    {"keys", "config", "nodes", "model_file", "embedded", "hub", "hardware", "console", "security", "service", "rpc", "ggml"},
+    {"keys", "config", "nodes", "model_file", "embedded", "hub", "hardware", "console", "security", "service", "rpc",
+     "ggml"},
     {"plan", "link"},
     {"peer", "head"},
     {"api", "doctor", "bench"},
