@@ -19,11 +19,12 @@ import threading
 import time
 from collections.abc import Callable
 from ctypes import addressof, c_char
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict
 from typing import Any
 
 from hydra.errors import HydraError, PeerError, ProtocolError
 from hydra.link import frames
+from hydra.link.carried import Carried, Counters, EngineLeft, Plain
 from hydra.link.deltas import SET_HEAD, Encoder, narrow, widen
 from hydra.link.dial import Upstream, dial, timeval
 from hydra.link.frames import Down, Flag, Hello, Up
@@ -51,31 +52,9 @@ _TICK_S = 0.1
 _MAX_PARTS = 500  # of one sendmsg; the kernel takes 1,024
 _HEADER = wire.HEADER.size
 _PLAIN_FOR_S = 10.0  # for so long after its last connection a peer is taken for the stock peer that it was
-_RELAY_BYTES = 1 << 20
-_EXPLAIN_S = 1.0
 # What must not wait for more: requests with a reply, and what the device could be computing meanwhile.
 GRAPHS = frozenset({Command.GRAPH_COMPUTE, Command.GRAPH_RECOMPUTE})
 URGENT = frozenset({*wire.REPLY_SIZES, *GRAPHS})
-
-
-@dataclass
-class Counters:
-    """What one or all connections have carried. plain_*: of the stock client's protocol; wire_*: of the network."""
-
-    plain_messages: int = 0
-    plain_bytes_up: int = 0
-    plain_bytes_down: int = 0
-    wire_sends: int = 0
-    wire_bytes_up: int = 0
-    wire_bytes_down: int = 0
-
-    def add(self, other: Counters) -> None:
-        for item in fields(self):
-            setattr(self, item.name, getattr(self, item.name) + getattr(other, item.name))
-
-
-class _EngineLeft(Exception):
-    """The client closed its connection in the middle of a message: its process died."""
 
 
 OnEvent = Callable[[dict[str, Any]], None]
@@ -176,117 +155,6 @@ class Forwarder:
         self.on_event(
             {"event": "fault", "peer": self.settings.name, "kind": kind, "message": error.message, "hint": error.hint}
         )
-
-
-class Carried:
-    """One connection of the client and its own to the peer. ``run`` returns when the client closes it.
-
-    Raises (from run): HydraError with what is wrong with the peer.
-    """
-
-    mode = ""
-
-    def __init__(self, client: socket.socket, upstream: Upstream, settings: LinkSettings) -> None:
-        self.client = client
-        self.upstream = upstream
-        self.settings = settings
-        self.counters = Counters()
-        self.fault_kind = "gone"
-        self.closing = False
-        self._failure: HydraError | None = None
-
-    def describe(self) -> dict[str, Any]:
-        return {"mode": self.mode}
-
-    def run(self) -> None:
-        down = threading.Thread(target=self._guarded, args=(self._down,), name="link-down", daemon=True)
-        down.start()
-        try:
-            self._guarded(self._up, down)
-        finally:
-            down.join()
-        if self._failure is not None:
-            raise self._failure
-
-    def end(self) -> None:
-        """Ends both directions; safe from any thread, more than once."""
-        self.closing = True
-        with contextlib.suppress(OSError):
-            self.client.shutdown(socket.SHUT_RDWR)
-        self.upstream.shutdown()
-
-    def _up(self) -> None:
-        raise NotImplementedError
-
-    def _down(self) -> None:
-        raise NotImplementedError
-
-    def _guarded(self, direction: Callable[[], None], other: threading.Thread | None = None) -> None:
-        """The first failure is the reason; what follows it is only how the rest ended.
-
-        other: the direction that may know better why: what cannot be sent any more was perhaps explained from there.
-        """
-        try:
-            direction()
-        except _EngineLeft:
-            self.closing = True
-        except HydraError as exc:
-            if not self.closing and self._failure is None:
-                self._failure = exc
-        except OSError as exc:
-            if other is not None:
-                other.join(_EXPLAIN_S)
-            if not self.closing and self._failure is None:
-                self._failure = self._broken(exc)
-        finally:
-            self.end()
-
-    def _broken(self, exc: OSError) -> PeerError:
-        return PeerError(
-            f"The connection to peer {self.settings.name} ({self.settings.address}) broke: {exc.strerror or exc}.",
-            "Its log, if it is up, says why; else the network does.",
-        )
-
-    def _gone(self, said: str = "") -> PeerError:
-        where = f"Peer {self.settings.name} ({self.settings.address})"
-        if said:
-            return PeerError(f"{where} closed the connection: {said.rstrip('.')}.", "The peer's log has more.")
-        return PeerError(f"{where} closed the connection.", "Its log says why, or its process died.")
-
-    def _from_client(self, room: memoryview) -> int:
-        """Bytes received, 0 at the end: a client that dies with bytes on the way resets the connection."""
-        try:
-            return self.client.recv_into(room)
-        except ConnectionError:
-            return 0
-
-
-class Plain(Carried):
-    """Plain ggml-RPC, byte for byte: the peer is a stock one."""
-
-    mode = "plain"
-
-    def _up(self) -> None:
-        buffer = memoryview(bytearray(_RELAY_BYTES))
-        while count := self._from_client(buffer):
-            self.upstream.sock.sendall(buffer[:count])
-            self.counters.wire_sends += 1
-            self.counters.plain_bytes_up += count
-            self.counters.wire_bytes_up += count
-        self.closing = True
-
-    def _down(self) -> None:
-        buffer = memoryview(bytearray(_RELAY_BYTES))
-        while True:
-            try:
-                count = self.upstream.sock.recv_into(buffer)
-            except BlockingIOError:
-                continue  # a tick
-            if not count:
-                raise self._gone()
-            self.client.sendall(buffer[:count])
-            self.counters.plain_bytes_down += count
-            self.counters.wire_bytes_down += count
 
 
 class Linked(Carried):
@@ -441,7 +309,7 @@ class Linked(Carried):
                 self._pos = self._end = 0
                 got = self._receive(1, self._view[: min(left, PIECE_BYTES)])
                 if not got:
-                    raise _EngineLeft
+                    raise EngineLeft
                 self._end = got
             count = min(left, self._end - self._pos, PIECE_BYTES)
             if half:
@@ -486,7 +354,7 @@ class Linked(Carried):
         while (missing := count - (self._end - self._pos)) > 0:
             got = self._receive(missing, self._view[self._end : self._end + missing])
             if not got:
-                raise _EngineLeft
+                raise EngineLeft
             self._end += got
 
     def _halved(self, cmd: int, total: int) -> bool:
