@@ -21,7 +21,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, TypeVar
 
 from hydra.errors import HydraError
 
@@ -242,6 +242,50 @@ class Child:
                     stream.close()
         if not self._log.closed:
             self._log.close()
+
+
+_Server = TypeVar("_Server", bound="ChildServer")
+
+
+class ChildServer:
+    """A server of this package in a child process, listening on ``host``; ``endpoint`` is what a head is given.
+
+    name, arguments: as for ``worker_command``. port: 0 for any. Use with ``with``.
+    Raises: HydraError when it does not listen within ``timeout_s``.
+    """
+
+    def __init__(
+        self, name: str, arguments: Sequence[str], host: str, port: int, *, netns: str | None, timeout_s: float
+    ) -> None:
+        self.host = host
+        self.port = port or free_port()
+        self._child = Child(worker_command(name, ["--host", host, "--port", str(self.port), *arguments]), netns=netns)
+        try:
+            self._child.wait_listening(self.port, timeout_s)
+        except HydraError:
+            self._child.close()
+            raise
+
+    @property
+    def endpoint(self) -> str:
+        return f"{self.host}:{self.port}"
+
+    @property
+    def pid(self) -> int:
+        return self._child.pid
+
+    def log_tail(self) -> str:
+        return self._child.log_tail()
+
+    def close(self) -> None:
+        self._child.close()
+
+    def __enter__(self: _Server) -> _Server:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
 
 
 def _listens(pid: int, port: int) -> bool:

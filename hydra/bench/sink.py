@@ -19,8 +19,8 @@ import struct
 import sys
 import threading
 
-from hydra.bench.process import Child, die_with_parent, free_port, worker_command
-from hydra.errors import HydraError, ProtocolError
+from hydra.bench.process import ChildServer, die_with_parent
+from hydra.errors import ProtocolError
 
 # Command numbers of ggml-RPC 7.0, those that a load uses.
 _ALLOC_BUFFER, _GET_ALIGNMENT, _GET_MAX_SIZE, _BUFFER_GET_BASE = 0, 1, 2, 3
@@ -110,11 +110,8 @@ class _Session:
             size -= count
 
 
-class Sink:
-    """A running sink peer in a process of its own; ``endpoint`` is what a head is given. Use with ``with``.
-
-    Raises: HydraError when it does not listen within ``timeout_s``.
-    """
+class Sink(ChildServer):
+    """A running sink peer in a process of its own. found: what it answers to SET_TENSOR_HASH."""
 
     def __init__(
         self,
@@ -124,32 +121,7 @@ class Sink:
         netns: str | None = None,
         timeout_s: float = 30.0,
     ) -> None:
-        self.host = host
-        self.port = port or free_port()
-        arguments = ["--host", host, "--port", str(self.port), *(["--found"] if found else [])]
-        self._child = Child(worker_command("sink", arguments), netns=netns)
-        try:
-            self._child.wait_listening(self.port, timeout_s)
-        except HydraError:
-            self._child.close()
-            raise
-
-    @property
-    def endpoint(self) -> str:
-        return f"{self.host}:{self.port}"
-
-    @property
-    def pid(self) -> int:
-        return self._child.pid
-
-    def close(self) -> None:
-        self._child.close()
-
-    def __enter__(self) -> Sink:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+        super().__init__("sink", ["--found"] if found else [], host, port, netns=netns, timeout_s=timeout_s)
 
 
 def serve(host: str, port: int, found: bool) -> None:

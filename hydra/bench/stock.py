@@ -14,17 +14,15 @@ import ctypes
 import sys
 from pathlib import Path
 
-from hydra.bench.process import Child, die_with_parent, free_port, worker_command
+from hydra.bench.process import ChildServer, die_with_parent
 from hydra.errors import DeviceError, HydraError
 
 
-class StockServer:
-    """A running stock server; ``endpoint`` is what a head is given. Use with ``with``.
+class StockServer(ChildServer):
+    """A running stock server.
 
     ``device`` is a ggml device name ("CPU", "CUDA0") or several joined by commas. ``cache_dir`` turns on the server's
     own tensor cache. ``netns`` starts it inside a network namespace.
-
-    Raises: HydraError when it does not listen within ``timeout_s``.
     """
 
     def __init__(
@@ -37,38 +35,11 @@ class StockServer:
         netns: str | None = None,
         timeout_s: float = 60.0,
     ) -> None:
-        self.host = host
-        self.port = port or free_port()
-        arguments = ["--endpoint", self.endpoint, "--device", device, "--threads", str(threads)]
+        arguments = ["--device", device, "--threads", str(threads)]
         if cache_dir is not None:
             cache_dir.mkdir(parents=True, exist_ok=True)
             arguments += ["--cache-dir", str(cache_dir)]
-        self._child = Child(worker_command("stock", arguments), netns=netns)
-        try:
-            self._child.wait_listening(self.port, timeout_s)
-        except HydraError:
-            self._child.close()
-            raise
-
-    @property
-    def endpoint(self) -> str:
-        return f"{self.host}:{self.port}"
-
-    @property
-    def pid(self) -> int:
-        return self._child.pid
-
-    def log_tail(self) -> str:
-        return self._child.log_tail()
-
-    def close(self) -> None:
-        self._child.close()
-
-    def __enter__(self) -> StockServer:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+        super().__init__("stock", arguments, host, port, netns=netns, timeout_s=timeout_s)
 
 
 def serve(endpoint: str, devices: list[str], threads: int, cache_dir: str | None) -> None:
@@ -103,18 +74,19 @@ def serve(endpoint: str, devices: list[str], threads: int, cache_dir: str | None
 def main(arguments: list[str] | None = None) -> int:
     """Entry point of the child process; returns its exit status."""
     parser = argparse.ArgumentParser(prog="hydra.bench.stock")
-    parser.add_argument("--endpoint", required=True)
+    parser.add_argument("--host", required=True)
+    parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--device", default="CPU")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--cache-dir")
     options = parser.parse_args(arguments)
     die_with_parent()
     try:
-        serve(options.endpoint, options.device.split(","), options.threads, options.cache_dir)
+        serve(f"{options.host}:{options.port}", options.device.split(","), options.threads, options.cache_dir)
     except HydraError as error:
         sys.stderr.write(f"{error}\n")
         return error.exit_code
-    sys.stderr.write(f"The stock server could not serve {options.endpoint}.\n")
+    sys.stderr.write(f"The stock server could not serve {options.host}:{options.port}.\n")
     return 1
 
 
