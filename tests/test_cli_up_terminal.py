@@ -98,7 +98,10 @@ def test_json_lines_are_json_to_the_last(tmp_path, node):
     while health(port)[1].get("state") != state and time.monotonic() < deadline:
         time.sleep(0.05)
     process.send_signal(signal.SIGTERM)
-    out, err = process.communicate(timeout=WAIT_S)
+    try:
+        out, err = process.communicate(timeout=WAIT_S)
+    finally:
+        process.kill()
     found = records(err)
     assert (process.returncode, out) == (0, "")
     assert found[-1]["message"] == "Stopped." and {record["node"] for record in found} <= {node, "mini"}

@@ -9,6 +9,7 @@ import os
 import signal
 import socket
 import struct
+import subprocess
 import sys
 import threading
 import time
@@ -430,3 +431,24 @@ def test_a_worker_that_never_gets_ready_ends_the_peer(monkeypatch) -> None:
     with pytest.raises(DeviceError, match=r"ended by SIGABRT, 3 times in a row before it was ready"):
         running.run()
     assert running.restarts == 3
+
+
+SIGNALLED_ELSEWHERE = """
+import os, signal, sys, threading, time
+from hydra.peer.listener import serve
+from hydra.peer.settings import PeerSettings
+
+def to_itself():
+    time.sleep(0.5)  # the main loop sleeps by then, for an hour
+    signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
+
+serve(PeerSettings(port=0, devices=("CPU",), threads=1),
+      on_ready=lambda _: threading.Thread(target=to_itself).start())
+"""
+
+
+def test_a_signal_that_another_thread_gets_ends_the_peer_too() -> None:
+    """As happens when the main thread has just been stopped and continued; Python's handlers run in the main thread."""
+    done = subprocess.run([sys.executable, "-c", SIGNALLED_ELSEWHERE], timeout=60, capture_output=True, text=True,
+                          env={**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)})
+    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr

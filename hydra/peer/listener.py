@@ -538,8 +538,12 @@ def serve(settings: PeerSettings, **options: Any) -> None:
     """Runs a peer in the foreground until SIGINT or SIGTERM; for the main thread only. Raises as Listener.run."""
     listener = Listener(settings, **options)
     previous = {s: signal.signal(s, lambda *_: listener.stop()) for s in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        listener.run()
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+    # The kernel may give a signal to any thread, and Python's handler runs in the main one: the main loop has to wake.
+    with listener._wake_w.dup() as wake:
+        before = signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
+        try:
+            listener.run()
+        finally:
+            signal.set_wakeup_fd(before)
+            for number, handler in previous.items():
+                signal.signal(number, handler)
