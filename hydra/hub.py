@@ -166,6 +166,7 @@ class Hub:
         from huggingface_hub.utils import logging as hub_logging
 
         hub_logging.set_verbosity(logging.ERROR)  # what it warns of is told here as an error or a retry
+        logging.getLogger("httpx2").setLevel(logging.WARNING)  # a line for each request else, where logs are shown
         self.endpoint = (endpoint or os.environ.get("HF_ENDPOINT") or HOME).rstrip("/")
         self.api = HfApi(endpoint=self.endpoint, library_name="hydra")
 
