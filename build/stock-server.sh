@@ -29,4 +29,4 @@ if [[ ! -f $folder/complete ]]; then
     rm -rf "$folder/source"
     touch "$folder/complete"
 fi
-printf '%s\n' "$folder/work/bin"
+printf '%s/bin\n' "$folder/work"

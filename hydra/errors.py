@@ -19,6 +19,8 @@ at the boundary, with ``raise … from``. Only ``hydra.cli`` turns them into exi
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 
 class HydraError(Exception):
     """Base of all errors that a user may see: one line of what happened, one of what to do."""
@@ -52,7 +54,13 @@ class DeviceError(HydraError):
 
 
 class DeviceMissing(DeviceError):
-    pass
+    @classmethod
+    def among(cls, name: str, here: Iterable[str]) -> DeviceMissing:
+        """Device ``name`` was asked for; ``here`` are the names that there are."""
+        return cls(
+            f"There is no device {name}; this box has {', '.join(here) or 'none'}.",
+            "Set the node's `device` in hydra.toml to one of these. A missing GPU: see `hydra doctor`.",
+        )
 
 
 class PeerError(HydraError):

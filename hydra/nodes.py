@@ -35,6 +35,14 @@ class Recognised:
     how: str
 
 
+def is_loopback(host: str) -> bool:
+    """Whether an address, or `localhost`, stands for this box alone."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"
+
+
 def this_box() -> Box:
     """Addresses of the interfaces that are up, and the host's names."""
     import psutil

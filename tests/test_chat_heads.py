@@ -36,8 +36,8 @@ def test_an_engine_that_dies_while_it_answers(tmp_path, columns):
             terminal.until(">>>")
             terminal.send(f"\x1b[200~{say(ANSWER)}[[delay:4]]\x1b[201~\r")
             # Of what was written, not of what is to be seen: it may be gone again, and lines break anywhere.
-            terminal.wait_for(lambda: re.search("recovering: .*; the answer goes on by itself", written(terminal)),
-                              "that it recovers")
+            said = "recovering: .*; the answer goes on by itself"
+            terminal.wait_for(lambda: re.search(said, written(terminal)) is not None, said)
             terminal.wait_for(lambda: terminal.text().endswith(">>>"), "the end of the answer")
             screen = terminal.text()
         finally:

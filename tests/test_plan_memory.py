@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -163,30 +165,37 @@ CARD_BANDWIDTH = {"dense": 3130e9, "gemma": 3130e9, "hybrid": 2177e9}
 MEASURED_MTP = [(0, 236.3), (6, 165.0)]
 
 
-@pytest.fixture(scope="module")
-def card_shapes(tmp_path_factory):
-    """The shapes of those models, from files that are a header and a hole."""
+def end_in_a_hole(writer: Any, path: Path, tensors: Iterable[tuple[str, tuple[int, ...], str]]) -> None:
+    """Ends a file with these tensors (name, shape, type): all zero, and taking no room on the disk."""
     import os
 
     import gguf
     import numpy as np
+
+    size = 0
+    for name, shape, quant in tensors:
+        count = synthetic.n_bytes(shape, quant)
+        kind = gguf.GGMLQuantizationType[quant.upper()]
+        writer.add_tensor_info(name, shape, np.dtype(np.float32), count, raw_dtype=kind)
+        size += count + -count % 32
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    writer.close()
+    os.truncate(path, path.stat().st_size + size + 64)
+
+
+@pytest.fixture(scope="module")
+def card_shapes(tmp_path_factory):
+    """The shapes of those models, from files that are a header and a hole."""
+    import gguf
 
     found = {}
     for name, shape in CARD_SHAPES.items():
         path = tmp_path_factory.mktemp("headers") / f"{name}.gguf"
         writer = gguf.GGUFWriter(str(path), shape.arch)
         synthetic._metadata(writer, shape, 0.7, False)
-        size = 0
-        for tensor in synthetic._plan(shape, False, 0.7, 1):
-            count = synthetic.n_bytes(tensor.shape, tensor.quant)
-            kind = gguf.GGMLQuantizationType[tensor.quant.upper()]
-            writer.add_tensor_info(tensor.name, tensor.shape, np.dtype(np.float32), count, raw_dtype=kind)
-            size += count + -count % 32
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_ti_data_to_file()
-        writer.close()
-        os.truncate(path, path.stat().st_size + size + 64)
+        end_in_a_hole(writer, path, ((t.name, t.shape, t.quant) for t in synthetic._plan(shape, False, 0.7, 1)))
         found[name] = shape_of(read_header(path))
     return found
 
@@ -227,10 +236,7 @@ def test_mtp_as_measured_on_a_card(card_shapes, on_peer, tps):
 
 def sparse_model(path: Path, arch: str, meta: dict[str, int], tensors: dict[str, tuple[int, ...]]) -> Path:
     """A model of q8_0 matrices and f32 vectors, all zero, that takes no room on the disk."""
-    import os
-
     import gguf
-    import numpy as np
 
     writer = gguf.GGUFWriter(str(path), arch)
     for key, value in meta.items():
@@ -238,18 +244,9 @@ def sparse_model(path: Path, arch: str, meta: dict[str, int], tensors: dict[str,
     writer.add_float32(f"{arch}.attention.layer_norm_rms_epsilon", 1e-6)
     writer.add_float32(f"{arch}.rope.freq_base", 1e6)
     synthetic._vocabulary(writer, replace(synthetic.SHAPES["toy-llama"], n_vocab=1024))
-    size = 0
-    for name, shape in tensors.items():
-        quant = "f32" if len(shape) == 1 or "gate_inp" in name else "q8_0"
-        count = synthetic.n_bytes(shape, quant)
-        writer.add_tensor_info(name, shape, np.dtype(np.float32), count,
-                               raw_dtype=gguf.GGMLQuantizationType[quant.upper()])
-        size += count + -count % 32
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_ti_data_to_file()
-    writer.close()
-    os.truncate(path, path.stat().st_size + size + 64)
+    end_in_a_hole(writer, path, (
+        (name, shape, "f32" if len(shape) == 1 or "gate_inp" in name else "q8_0") for name, shape in tensors.items()
+    ))
     return path
 
 

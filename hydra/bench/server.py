@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import statistics
 import tempfile
 import threading
@@ -31,6 +30,7 @@ import typer
 from hydra.bench.pairs import Setting, start
 from hydra.bench.process import Child, free_port, start_hydra
 from hydra.bench.resident import LlamaServer
+from hydra.embedded import cache_home
 from hydra.errors import ConfigError, HydraError
 
 ANSWER_S, START_S = 300.0, 120.0
@@ -126,7 +126,7 @@ COLUMNS = ("place", "MTP", "requests", "prefill tok/s", "ratio", "decode tok/s",
 
 def find_programs(given: Path | None) -> Path:
     """The folder with llama-server and ggml-rpc-server. Raises: ConfigError when there is none."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hydra" / "stock-server"
+    cache = cache_home() / "stock-server"
     found = sorted(cache.glob("*/complete"), key=lambda mark: mark.stat().st_mtime, reverse=True)
     folder = given or next((mark.parent / "work" / "bin" for mark in found), None)
     if folder is None or not (folder / "llama-server").is_file():

@@ -28,6 +28,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from hydra.embedded import cache_home
 from hydra.errors import ModelError
 
 ASK_ABOVE_BYTES = 1 << 30
@@ -438,8 +439,7 @@ def _vocabulary(writer: Any, shape: Shape) -> None:
 
 def cache_dir() -> Path:
     """Where made models are kept: ``$XDG_CACHE_HOME/hydra/models`` or ``~/.cache/hydra/models``."""
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    return Path(base) / "hydra" / "models"
+    return cache_home() / "models"
 
 
 def model(name: str, *, acceptance: float = 0.7, exact: bool = True, seed: int = 1, quant: str | None = None,

@@ -11,7 +11,6 @@ Knows nothing of engines or HTTP routes.
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import logging
 import signal
 import socket
@@ -29,6 +28,7 @@ from ..head.probe import PeerTarget
 from ..head.spec import EngineSpec
 from ..head.supervisor import Supervisor
 from ..model_file import read_model_file
+from ..nodes import is_loopback
 from .head_view import HeadView
 from .links import Links, link_settings, probe_context
 from .ports import ensure_free
@@ -58,7 +58,7 @@ class _Head:
         engine_spec(cfg, model)  # a split that does not add up is told before anything is started
         self.view = HeadView(cfg, model.size_bytes)
         ensure_free(cfg.head.api_host, cfg.head.api_port, "the API")
-        if not cfg.head.api_key and not _loopback(cfg.head.api_host):
+        if not cfg.head.api_key and not is_loopback(cfg.head.api_host):
             log.warning("The API is open to everyone who reaches %s: no [head] api_key is set.", cfg.head.api_host)
         peers = peer_targets(cfg, probe_context(cfg))
         self.links = [Links(cfg).start()]
@@ -156,13 +156,6 @@ def api_settings(cfg: Config) -> ApiSettings:
     head = cfg.head
     return ApiSettings(host=head.api_host, port=head.api_port, api_key=head.api_key, cors_origins=head.cors_origins,
                        max_request_bytes=head.max_request_bytes, node=cfg.head_node.name)
-
-
-def _loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host.lower() == "localhost"
 
 
 class _Server(uvicorn.Server):

@@ -6,7 +6,6 @@ where it fits, a few lines a node where it does not. Knows nothing of how the sc
 
 from __future__ import annotations
 
-import ipaddress
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -92,7 +91,7 @@ def _source(file: str | None, url: str) -> Iterator[Callable[[], Status]]:
 
 def _elsewhere(file: str | None, address: str) -> config.Config | None:
     """hydra.toml, where it says that this box is not the head's and that the API is on the head's loopback."""
-    if not _loopback(address.partition("://")[2].rpartition(":")[0].strip("[]")):
+    if not nodes.is_loopback(address.partition("://")[2].rpartition(":")[0].strip("[]")):
         return None
     try:
         cfg = config.load(file)
@@ -100,13 +99,6 @@ def _elsewhere(file: str | None, address: str) -> config.Config | None:
     except ConfigError:
         return None  # the API of this box, then, which says so where it is not there
     return cfg if me.role == "peer" else None
-
-
-def _loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host.lower() == "localhost"
 
 
 def peers_alone(cfg: config.Config) -> Status:

@@ -11,7 +11,7 @@ from ctypes import c_size_t
 from dataclasses import dataclass
 from types import TracebackType
 
-from hydra.errors import DeviceError
+from hydra.errors import DeviceError, DeviceMissing
 from hydra.ggml import abi, pages
 from hydra.ggml.library import DEVICE_TYPES, Ggml
 
@@ -52,7 +52,7 @@ def devices(ggml: Ggml) -> list[Device]:
 def pick_device(ggml: Ggml, name: str = "auto") -> Device:
     """The device called name; "auto" is the first GPU, or the CPU where there is none.
 
-    Raises: DeviceError listing the devices there are.
+    Raises: DeviceMissing, listing the devices there are.
     """
     found = devices(ggml)
     if name == "auto":
@@ -63,10 +63,7 @@ def pick_device(ggml: Ggml, name: str = "auto") -> Device:
     for device in found:
         if device.name.lower() == name.lower():
             return device
-    raise DeviceError(
-        f"There is no device {name}; this box has {', '.join(d.name for d in found) or 'none'}.",
-        "Set the node's `device` in hydra.toml to one of these. A missing GPU: see `hydra doctor`.",
-    )
+    raise DeviceMissing.among(name, (device.name for device in found))
 
 
 def memory(ggml: Ggml, device: Device) -> tuple[int, int]:

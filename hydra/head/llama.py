@@ -175,9 +175,7 @@ def local_devices(names: Sequence[str] = ()) -> list[Device]:
         by_name = {device.name: device for device in found}
         for name in names:
             if name not in by_name:
-                raise DeviceMissing(f"There is no device {name}; this box has {', '.join(by_name) or 'none'}.",
-                                    "Set the node's `device` in hydra.toml to one of these. A missing GPU: see "
-                                    "`hydra doctor`.")
+                raise DeviceMissing.among(name, by_name)
         return [by_name[name] for name in names]
     gpus = [device for device in found if device.kind == DEVICE_GPU]
     gpus = gpus or [device for device in found if device.kind == DEVICE_IGPU]

@@ -6,6 +6,7 @@ failure is the reason that is told; what follows it is only how the rest ended.
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import socket
 import threading
@@ -41,7 +42,7 @@ class EngineLeft(Exception):
     """The client closed its connection in the middle of a message: its process died."""
 
 
-class Carried:
+class Carried(abc.ABC):
     """One connection of the client and its own to the peer. ``run`` returns when the client closes it.
 
     Raises (from run): HydraError with what is wrong with the peer.
@@ -78,11 +79,13 @@ class Carried:
             self.client.shutdown(socket.SHUT_RDWR)
         self.upstream.shutdown()
 
+    @abc.abstractmethod
     def _up(self) -> None:
-        raise NotImplementedError
+        """From the client to the peer, until the client closes its connection."""
 
+    @abc.abstractmethod
     def _down(self) -> None:
-        raise NotImplementedError
+        """From the peer to the client, until the connection ends."""
 
     def _guarded(self, direction: Callable[[], None], other: threading.Thread | None = None) -> None:
         """The first failure is the reason; what follows it is only how the rest ended.

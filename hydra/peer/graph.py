@@ -43,28 +43,30 @@ _SHAPE_FIELDS = ("ne", "nb", "op_params", "type", "op", "flags")
 _WORDS = wire.TENSOR_SIZE // 4
 
 
-def _columns(name: str) -> slice:
-    field, offset = wire.RPC_TENSOR.fields[name][:2]  # type: ignore[index]
-    return slice(offset // 4, (offset + field.itemsize) // 4)
+_COLUMNS = {
+    name: slice(offset // 4, (offset + field.itemsize) // 4)
+    for name, (field, offset, *_) in wire.RPC_TENSOR.fields.items()  # type: ignore[union-attr]
+}
 
 
-_PLACES = {name: _columns(name) for name in ("buffer", "data", "name")}
-_IDS = {name: _columns(name) for name in ("id", "src", "view_src")}
-# Words that say what a tensor is: all but where it lies, its name, and which numbers stand for it and its sources.
-_KIND = np.ones(_WORDS, dtype=bool)
-for _span in (*_PLACES.values(), *_IDS.values()):
-    _KIND[_span] = False
-# ... and those that say what it is among the tensors of a message whose ids are those of the message before.
-_SHAPE = _KIND.copy()
-for _span in _IDS.values():
-    _SHAPE[_span] = True
+def _all_but(*names: str) -> np.ndarray:
+    """bool[74]: the columns of every other field."""
+    rest = np.ones(_WORDS, dtype=bool)
+    for name in names:
+        rest[_COLUMNS[name]] = False
+    return rest
+
+
+# What a tensor is among those of a message whose ids are those of the message before: all but where it lies and its
+# name; and what it is under whatever ids.
+_SHAPE = _all_but("buffer", "data", "name")
+_KIND = _SHAPE & _all_but("id", "src", "view_src")
 
 
 def _u64(words: np.ndarray, at: slice | np.ndarray, name: str) -> np.ndarray:
     """A 64-bit field of some rows as an aligned copy: u64[m] or u64[m, k]. words: u64, 37 a row."""
     rows = words.view(np.uint32).reshape(-1, _WORDS)
-    span = _IDS.get(name) or _PLACES.get(name) or _columns(name)
-    copy = np.ascontiguousarray(rows[at, span]).view(np.uint64)
+    copy = np.ascontiguousarray(rows[at, _COLUMNS[name]]).view(np.uint64)
     return copy if copy.shape[1] > 1 else copy[:, 0]
 
 
@@ -93,7 +95,6 @@ class Arena:
         self.buf = np.full(n_tensors, -1, dtype=np.int64)
         self.data = np.zeros(n_tensors, dtype=np.uint64)
         self.nodes = np.zeros(n_nodes, dtype=np.int64)
-        self._ids: np.ndarray = np.zeros(0, dtype=np.uint64)
         self._sorted_ids: np.ndarray = np.zeros(0, dtype=np.uint64)
         self._order: np.ndarray = np.zeros(0, dtype=np.int64)
         self._all_rows = np.arange(n_tensors)
@@ -179,7 +180,7 @@ class Arena:
             else:
                 differs = (new.view(np.uint32) != old.view(np.uint32)).any(0)
                 self.moved_only = not differs[_SHAPE].any() and (
-                    not differs[_PLACES["buffer"]].any()
+                    not differs[_COLUMNS["buffer"]].any()
                     or np.array_equal(_u64(old, slice(None), "buffer") == 0, _u64(new, slice(None), "buffer") == 0)
                 )
                 kept[changed] = new
@@ -210,7 +211,7 @@ class Arena:
             self.built = True
 
     def _index_ids(self) -> None:
-        self._ids = ids = _u64(self._words, slice(None), "id")
+        ids = _u64(self._words, slice(None), "id")
         self._order = np.argsort(ids, kind="stable")
         self._sorted_ids = ids[self._order]
         if len(ids) and self._sorted_ids[0] == 0:
