@@ -75,7 +75,8 @@ say "packing the program ($variant)"
 mkdir -p "$cache/logs"
 rm -rf "$work/out"
 # The hash seed is part of what PyInstaller writes: fixed, the same source gives the same file.
-PYTHONHASHSEED=0 HYDRA_BUILD_INFO="$work/build-info.json" HYDRA_LIBRARIES=$libraries "$python" -m PyInstaller --noconfirm --log-level WARN \
+PYTHONHASHSEED=0 HYDRA_BUILD_INFO="$work/build-info.json" HYDRA_LIBRARIES=$libraries \
+    "$python" -m PyInstaller --noconfirm --log-level WARN \
     --workpath "$work/work-$variant" --distpath "$work/out" "$root/pyinstaller.spec" \
     >"$cache/logs/pyinstaller.log" 2>&1 </dev/null || fail_with_log "PyInstaller failed" "$cache/logs/pyinstaller.log"
 program="$work/out/hydra"

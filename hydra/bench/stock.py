@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 from hydra.bench.process import ChildServer, die_with_parent
-from hydra.errors import DeviceError, HydraError
+from hydra.errors import DeviceError, HydraError, LibraryError
 
 
 class StockServer(ChildServer):
@@ -51,22 +51,22 @@ def serve(endpoint: str, devices: list[str], threads: int, cache_dir: str | None
     from hydra.ggml.library import load
 
     ggml = load()
-    rpc = ctypes.CDLL(str(ggml.directory / "libggml-rpc.so.0"))
-    rpc.ggml_backend_rpc_start_server.restype = None
-    rpc.ggml_backend_rpc_start_server.argtypes = [
-        ctypes.c_char_p,
-        ctypes.c_char_p,
-        ctypes.c_size_t,
-        ctypes.c_size_t,
-        ctypes.POINTER(ctypes.c_void_p),
-    ]
+    # Asked of the backend and not opened by name: where backends are plug-ins, its library is called otherwise.
+    registered = ggml.registry.ggml_backend_reg_by_name(b"RPC")
+    address = registered and ggml.ggml_backend_reg_get_proc_address(registered, b"ggml_backend_rpc_start_server")
+    if not address:
+        raise LibraryError(f"llama.cpp's libraries in {ggml.directory} were built without GGML_RPC=ON.",
+                           "`bash build/test.sh` builds them with it.")
+    start_server = ctypes.CFUNCTYPE(
+        None, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.POINTER(ctypes.c_void_p)
+    )(address)
     handles = (ctypes.c_void_p * len(devices))()
     for index, name in enumerate(devices):
         handle = ggml.registry.ggml_backend_dev_by_name(name.encode())
         if not handle:
             raise DeviceError(f"llama.cpp has no device named {name!r} here.", "Give a name that `hydra doctor` lists.")
         handles[index] = handle
-    rpc.ggml_backend_rpc_start_server(
+    start_server(
         endpoint.encode(), cache_dir.encode() if cache_dir else None, threads, len(devices), handles
     )
 
