@@ -35,6 +35,10 @@ from hydra.rpc import wire
 MAX_ARENAS = 8
 # A message that differs from an arena's last one in more rows than this part is built anew, elsewhere if there is room.
 REWRITE_PART = 0.25
+# Of graphs so large every 16th row is looked at first. With more than that part of them different, it is another graph.
+_SAMPLED_FROM = 256
+_SAMPLE = 16
+_ANOTHER_PART = 0.5
 
 _SHAPE_FIELDS = ("ne", "nb", "op_params", "type", "op", "flags")
 
@@ -58,8 +62,9 @@ def _all_but(*names: str) -> np.ndarray:
 
 
 # What a tensor is among those of a message whose ids are those of the message before: all but where it lies and its
-# name; and what it is under whatever ids.
+# name; the same but for its shape; and what it is under whatever ids.
 _SHAPE = _all_but("buffer", "data", "name")
+_ROLE = _SHAPE & _all_but("ne", "nb", "op_params", "view_offs")
 _KIND = _SHAPE & _all_but("id", "src", "view_src")
 
 
@@ -75,7 +80,8 @@ class Arena:
 
     What the last message changed is in ``changed``: None for everything, else the rows that were rewritten;
     ``moved_only`` when those differ in nothing but where their data lies. ``layout`` is what the rules found the
-    tensors to be, while that holds.
+    tensors to be, while that holds; ``reshaped`` what they found them to be before, when the last message changed no
+    more than shapes: what is computed from what is as it was.
     """
 
     def __init__(self, ggml: Ggml, n_nodes: int, n_tensors: int, private_layout: bool) -> None:
@@ -103,6 +109,7 @@ class Arena:
         self.built = False
         self.moved_only = False
         self.layout: Layout | None = None
+        self.reshaped: Layout | None = None
         self._table = self._make_table()
         self._ctx = 0
         self._make_graph(n_nodes, n_tensors)
@@ -134,6 +141,11 @@ class Arena:
         """Rows in which a message differs from the last one here; None when it is another graph altogether."""
         if not self.built or not np.array_equal(node_ids, self._node_ids):
             return None
+        if self.shape[1] >= _SAMPLED_FROM:
+            # A batch of another width differs in nearly every row. To see that, some are enough.
+            new, old = (rows.reshape(-1, wire.TENSOR_WORDS)[::_SAMPLE] for rows in (words, self._words))
+            if (new != old).any(1).mean() > _ANOTHER_PART:
+                return None
         at = np.flatnonzero(self._words != words)
         if not len(at):
             return at
@@ -179,15 +191,17 @@ class Arena:
                 changed = None  # other ids
             else:
                 differs = (new.view(np.uint32) != old.view(np.uint32)).any(0)
-                self.moved_only = not differs[_SHAPE].any() and (
-                    not differs[_COLUMNS["buffer"]].any()
-                    or np.array_equal(_u64(old, slice(None), "buffer") == 0, _u64(new, slice(None), "buffer") == 0)
+                as_placed = not differs[_COLUMNS["buffer"]].any() or np.array_equal(
+                    _u64(old, slice(None), "buffer") == 0, _u64(new, slice(None), "buffer") == 0
                 )
+                self.moved_only = as_placed and not differs[_SHAPE].any()
+                self.reshaped = self.layout if as_placed and not differs[_ROLE].any() else None
                 kept[changed] = new
                 if not self.moved_only:
                     self.layout = None
         if changed is None:
             self.built = False
+            self.reshaped = None
             self._words[:] = words
             self._node_ids[:] = node_ids
             self._index_ids()

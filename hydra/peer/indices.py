@@ -249,13 +249,15 @@ class _Window:
 class _Paths:
     """What a topology alone decides: the same for every graph of it, wherever its tensors lie.
 
-    computing: rows of the nodes that write, when: their positions; uses: by row instead of place.
+    computing: rows of the nodes that write, when: their positions; uses: by row instead of place; seen: rows whose
+    shape was looked at.
     """
 
     computing: NDArray[np.int64]
     when: NDArray[np.int64]
     uses: list[IndexUse]
     windows: list[_Window]
+    seen: list[int]
 
 
 def plan(t: TensorTable, layout: Layout, beyond: dict[int, int] | None = None) -> IndexPlan:
@@ -286,13 +288,14 @@ def _paths(t: TensorTable, layout: Layout) -> _Paths:
     position = np.full(len(t), -1, np.int64)
     position[nodes] = np.arange(len(nodes))
     computing = nodes[~IS_VIEW_OP[ops] & (layout.elements[nodes] > 0)]
-    paths = _Paths(computing, position[computing], [], [])
+    paths = _Paths(computing, position[computing], [], [], [])
     for op, (slot, table, dim) in _SLOTS.items():
         users = nodes[ops == op]
         if not len(users):
             continue
         holders = t.src[users, slot]
         limits = t.ne[t.src[users, table], dim]
+        paths.seen += [*users.tolist(), *t.src[users, table].tolist()]
         for user, holder, limit in zip(users.tolist(), holders.tolist(), limits.tolist(), strict=True):
             if layout.elements[holder] and layout.elements[user] and t.flags[user] & FLAG_COMPUTE:
                 _follow(t, layout, position, user, holder, limit, op, paths)
@@ -321,6 +324,7 @@ def _follow(
     node = int(position[user])
     row, read_at, before = holder, holder, node
     for _ in range(len(t) + 1):
+        paths.seen.append(row)
         number = int(t.op[row])
         here = int(position[row])
         if IS_VIEW_OP[number] and t.src[row, 0] >= 0:
@@ -338,6 +342,7 @@ def _follow(
         break
     number, here = int(t.op[row]), int(position[row])
     if here >= 0 and number in _SORTED:
+        paths.seen.append(int(t.src[row, 0]))
         count = int(t.ne[t.src[row, 0], 0])
         if count > limit:
             raise ProtocolError(

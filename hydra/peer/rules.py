@@ -42,6 +42,7 @@ Verdict = NDArray[np.bool_] | np.bool_
 
 MAX_DIM = 2**31 - 1  # the kernels hold dimensions and row counts in C ints
 ROW_PADDING = 512  # elements; MATRIX_ROW_PADDING of ggml-cuda
+_SIZED = np.isin(np.arange(OP_COUNT), list(op_rules.SIZED_BY_SOURCES))
 _EXACT = float(2**62)  # products up to here are exact in int64
 _U32 = 2**32 - 1
 _HINT = "Close this connection; its client is not a working ggml-RPC client of this release."
@@ -341,10 +342,15 @@ def check_graph(t: TensorTable) -> None:
         too_few[nodes] = t.use_count[nodes] < uses[nodes]
         _refuse(t, ~too_few, "it is used more often than its use count {} says", t.use_count)
 
-    by_op = np.argsort(ops, kind="stable")
-    numbers, starts = np.unique(ops[by_op], return_index=True)
-    for number, group in zip(numbers.tolist(), np.split(by_op, starts[1:]), strict=True):
+    for number, group in by_operation(ops):
         op_rules.check(op_rules.Batch(t, layout, number, nodes[group], group))
+
+
+def by_operation(ops: Ints) -> list[tuple[int, Ints]]:
+    """The numbers that occur in ``ops``, each with its positions."""
+    in_order = np.argsort(ops, kind="stable")
+    numbers, starts = np.unique(ops[in_order], return_index=True)
+    return list(zip(numbers.tolist(), np.split(in_order, starts[1:]), strict=True))
 
 
 def check_alloc_query(t: TensorTable) -> None:
@@ -379,16 +385,16 @@ def check_devices(t: TensorTable, own: Mask) -> None:
     _refuse(t, ~used | (t.buf < 0) | own[t.buf], "its buffer {} is another device's", t.buf)
 
 
-def may_exceed(t: TensorTable, layout: Layout) -> Ints:
-    """Rows that a GPU may use more memory for than their extent: i64[m].
+def sizes_to_ask(t: TensorTable, layout: Layout) -> Ints:
+    """i64[n]: -1 for each row that a GPU may use more memory for than its extent, 0 for the others.
 
     Some results have temporary memory behind them, and rows of blocks are padded to a multiple of 512 elements.
     Source: ggml-cuda.cu ggml_backend_cuda_buffer_type_get_alloc_size; ggml-backend.cpp ggml_op_alloc_size_may_expand.
     """
     padded = QUANTIZED[layout.type] & (t.ne[:, 0] % ROW_PADDING != 0) & (t.view_src < 0)
     sized = np.zeros(len(t), np.bool_)
-    sized[t.nodes] = np.isin(t.op[t.nodes], list(op_rules.SIZED_BY_SOURCES))
-    return np.flatnonzero((padded | sized) & (t.buf >= 0) & (layout.elements > 0))
+    sized[t.nodes] = _SIZED[t.op[t.nodes]]
+    return np.where((padded | sized) & (t.buf >= 0) & (layout.elements > 0), -1, 0)
 
 
 def check_tensor(type_: int, ne: Sequence[int], nb: Sequence[int], data: int, buffer_bytes: int) -> int:

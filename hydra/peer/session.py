@@ -27,6 +27,7 @@ from hydra.ggml.library import STATUS_SUCCESS
 from hydra.peer import indices, ops, rules
 from hydra.peer.graph import Arena, GraphStore
 from hydra.peer.receiver import ConnectionClosed
+from hydra.peer.recheck import recheck
 from hydra.peer.shared import MAX_TOPOLOGIES, SharedState
 from hydra.peer.stats import N_COMMANDS
 from hydra.peer.transfers import Transfers
@@ -292,20 +293,25 @@ class Session(Transfers):
         """
         if backend.is_cpu:
             return {}
-        beyond = {}
-        for row in rules.may_exceed(table, layout).tolist():
+        sizes = layout.memo.get("sizes")
+        if sizes is None:
+            sizes = layout.memo["sizes"] = rules.sizes_to_ask(table, layout)
+        for row in np.flatnonzero(sizes < 0).tolist():
             size = self.ggml.ggml_backend_buft_get_alloc_size(
                 backend.buffer_type, arena.address + row * abi.TENSOR_SIZE
             )
-            room = int(table.buf_size[table.buf[row]]) - int(table.data[row])
-            if size > room:
-                what = f"Graph tensor {row} ({ops.op_name(int(table.op[row]))}) {table.describe(row)}"
-                raise ProtocolError(
-                    f"{what}: {backend.device.name} uses {size} bytes for it; its buffer has {room} left."
-                )
-            if size > layout.extent[row]:
-                beyond[row] = size
-        return beyond
+            sizes[row] = size if size > layout.extent[row] else 0
+        rows = np.flatnonzero(sizes)
+        room = table.buf_size[table.buf[rows]] - table.data[rows]
+        short = sizes[rows].astype(np.uint64) > room
+        if short.any():
+            at = int(np.argmax(short))
+            row = int(rows[at])
+            what = f"Graph tensor {row} ({ops.op_name(int(table.op[row]))}) {table.describe(row)}"
+            raise ProtocolError(
+                f"{what}: {backend.device.name} uses {sizes[row]} bytes for it; its buffer has {room[at]} left."
+            )
+        return dict(zip(rows.tolist(), sizes[rows].tolist(), strict=True))
 
     def _graph_recompute(self, size: int) -> None:
         (index,) = wire.U32.unpack(self._take(size))
@@ -342,6 +348,13 @@ class Session(Transfers):
         if arena.moved_only and arena.layout is not None:
             rules.check_placement(table, arena.layout, arena.changed)
             return
+        if arena.reshaped is not None and arena.changed is not None:
+            found = recheck(table, arena.reshaped, arena.changed)
+            if found is not None:
+                arena.layout, positions = found
+                rules.check_placement(table, arena.layout)
+                self._check_supported(arena, table, backend, positions)
+                return
         key = (index, rules.topology_key(table))
         arena.layout = known.get(key)
         if arena.layout is not None:
@@ -349,12 +362,16 @@ class Session(Transfers):
             return
         rules.check_tensors(table)
         rules.check_graph(table)
-        supports = self.ggml.ggml_backend_dev_supports_op
-        device = backend.device.handle
-        for position in arena.nodes.tolist():
-            if not supports(device, arena.address + position * abi.TENSOR_SIZE):
-                name = ops.op_name(int(table.op[position]))
-                raise ProtocolError(f"Node {position} ({name}): {backend.device.name} does not have this operation.")
+        self._check_supported(arena, table, backend, np.arange(len(arena.nodes)))
         if len(known) >= MAX_TOPOLOGIES:
             known.clear()
         arena.layout = known[key] = table.layout
+
+    def _check_supported(self, arena: Arena, table: rules.TensorTable, backend: Backend, positions: np.ndarray) -> None:
+        """That the device has the operations of these nodes, for the tensors that they have."""
+        supports = self.ggml.ggml_backend_dev_supports_op
+        device = backend.device.handle
+        for row in arena.nodes[positions].tolist():
+            if not supports(device, arena.address + row * abi.TENSOR_SIZE):
+                name = ops.op_name(int(table.op[row]))
+                raise ProtocolError(f"Graph tensor {row} ({name}): {backend.device.name} does not have this operation.")
