@@ -1,7 +1,7 @@
 """What hydra's peer itself costs per message, apart from the arithmetic: graphs made to be almost free to compute.
 
 A chain of 1,000 additions of 64 numbers, 2,000 tensors in all, is sent to a peer of its own on the CPU, new, with 50
-rows changed, and again; the peer's own clock times each message. Computing the chain takes some hundred µs, the same
+rows moved or of another shape, and again; the peer's own clock times each message. Computing the chain takes some hundred µs, the same
 for all three, and GRAPH_RECOMPUTE of it is nothing else: what a GRAPH_COMPUTE takes beyond that is the rebuild and
 the check. Knows the messages' layouts (hydra.rpc) and nothing of how the peer does it.
 """
@@ -63,11 +63,12 @@ def run() -> OwnCosts:
         "new graph": _raw(Command.GRAPH_COMPUTE, _new),
         "new graph of a new topology": _raw(Command.GRAPH_COMPUTE, _new_topology),
         "50 rows changed": _raw(Command.GRAPH_COMPUTE, _changed),
+        "50 rows reshaped": _raw(Command.GRAPH_COMPUTE, _reshaped),
         "same graph again": _raw(Command.GRAPH_RECOMPUTE, _again_small),
         "small SET_TENSOR": _raw(Command.SET_TENSOR, _small_sets),
     }
     us = {name: times[0] for name, times in raw.items()}
-    for name in ("new graph", "new graph of a new topology", "50 rows changed"):
+    for name in ("new graph", "new graph of a new topology", "50 rows changed", "50 rows reshaped"):
         us[name] = max(0.0, us[name] - chain[0])
     return OwnCosts(us, raw)
 
@@ -159,6 +160,16 @@ def _changed(chain: _Chain) -> None:
     chain.compute(chain.rows)
     for repeat in range(_REPEATS):
         chain.compute(chain.moved(chain.rows, slice(0, None, step), far=bool(repeat % 2)))
+        chain.wait()
+
+
+def _reshaped(chain: _Chain) -> None:
+    """As where a conversation grows: a stride of some leaves, over which no kernel steps as there is one row."""
+    chain.compute(chain.rows)
+    for repeat in range(_REPEATS):
+        rows = chain.rows.copy()
+        rows["nb"][0 :: N_TENSORS // CHANGED, 3] *= 2 + repeat % 2
+        chain.compute(rows)
         chain.wait()
 
 
