@@ -8,7 +8,7 @@ libstdc++, CUDA's runtime) comes along; the GPU driver never does: it belongs to
     python build/binary_files.py pack DIRECTORY FILE VERSION    the program of DIRECTORY as one file that unpacks itself
     python build/binary_files.py sizes DIRECTORY                what it is made of, largest first
 
-Needs binutils' readelf. Knows nothing of PyInstaller.
+Needs binutils' readelf, and to pack, patchelf. Knows nothing of PyInstaller.
 """
 
 from __future__ import annotations
@@ -134,6 +134,28 @@ def _elf_files(folder: Path) -> list[Path]:
     return found
 
 
+def forget_build_folders(folder: Path) -> None:
+    """Takes out of every library the folders of this box in which the loader would look for others.
+
+    On the box where it runs, another user might own a folder of that name. Raises: CalledProcessError of patchelf.
+    """
+    patchelf = shutil.which("patchelf", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
+    for path in _elf_files(folder):
+        places = search_path(path)
+        kept = [place for place in places if place.startswith("$ORIGIN")]
+        if kept != places:
+            change = ["--set-rpath", ":".join(kept)] if kept else ["--remove-rpath"]
+            subprocess.run([patchelf or "patchelf", *change, str(path)], check=True)
+
+
+def search_path(path: Path) -> list[str]:
+    """The folders in a library's DT_RPATH and DT_RUNPATH entries, as they are written there."""
+    text = subprocess.run(["readelf", "--dynamic", "--wide", str(path)], check=True, capture_output=True, text=True,
+                          env={**os.environ, "LC_ALL": "C"}).stdout
+    found = re.findall(r"\((?:RPATH|RUNPATH)\)\s+Library (?:rpath|runpath): \[([^\]]*)\]", text)
+    return [place for places in found for place in places.split(":")]
+
+
 def archive(folder: Path, file: Path) -> None:
     """The folder's content as a compressed tar archive. The same content gives the same bytes: times, owners and the
     order of the directory are left out.
@@ -152,11 +174,13 @@ def archive(folder: Path, file: Path) -> None:
 
 def pack(folder: Path, file: Path, version: str) -> None:
     """Write the one file: the script of binary_stub.sh, filled in, and the archive. It appears when it is complete.
+    The folder's libraries lose the build's folders.
 
     Raises: ValueError where a value of the script is not filled in.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
     payload = file.with_name(f".{file.name}.tar.gz")
+    forget_build_folders(folder)
     archive(folder, payload)
     digest = hashlib.sha256()
     with payload.open("rb") as data:

@@ -5,9 +5,11 @@ The program in the file is a shell script here, so no build is needed; tests/tes
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import importlib.util
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -92,6 +94,19 @@ def test_the_glibc_floor_is_read_from_the_files(tmp_path):
     major, minor = binary_files.glibc_floor(tmp_path)
     assert major == 2 and 2 <= minor < 99
     assert sum(binary_files.sizes(tmp_path).values()) == sum(p.stat().st_size for p in tmp_path.iterdir())
+
+
+@pytest.mark.skipif(not shutil.which("g++"), reason="no g++ to make a library with")
+def test_no_library_looks_for_others_in_a_folder_of_the_build(tmp_path):
+    """On the box where it runs, another user might own a folder of that name."""
+    for name, places in (("a.so", "/home/me/build:$ORIGIN/x"), ("b.so", "/home/me/build"), ("c.so", "$ORIGIN")):
+        subprocess.run(["g++", "-shared", "-nostdlib", "-x", "c++", "-", f"-Wl,-rpath,{places}", "-o", tmp_path / name],
+                       input=b"extern \"C\" int f() { return 7; }", check=True)
+    (tmp_path / "notes").write_text("/home/me/build")
+    binary_files.forget_build_folders(tmp_path)
+    found = {name: binary_files.search_path(tmp_path / name) for name in ("a.so", "b.so", "c.so")}
+    assert found == {"a.so": ["$ORIGIN/x"], "b.so": [], "c.so": ["$ORIGIN"]}
+    assert all(ctypes.CDLL(str(tmp_path / name)).f() == 7 for name in found)
 
 
 # --- the file ---
@@ -249,11 +264,12 @@ def test_without_a_home_it_says_what_is_missing(box):
     assert "set XDG_CACHE_HOME" in box.run(file, XDG_CACHE_HOME=str(box.folder / "taken")).stderr
 
 
-def test_the_script_knows_two_kinds_and_refuses_others():
+def test_the_script_knows_its_kinds_and_refuses_others(tmp_path):
     script = SCRIPT.with_name("binary.sh")
     assert subprocess.run(["/bin/bash", "-n", str(script)]).returncode == 0
-    done = subprocess.run(["/bin/bash", str(script), "metal"], capture_output=True, text=True, timeout=30)
-    assert done.returncode == 1 and "usage: build/binary.sh [cpu|cuda]" in done.stderr
+    for wrong in ("metal", str(tmp_path)):  # neither a kind nor a folder with llama.cpp's libraries
+        done = subprocess.run(["/bin/bash", str(script), wrong], capture_output=True, text=True, timeout=30)
+        assert done.returncode == 1 and "usage: build/binary.sh [cpu|cuda|FOLDER]" in done.stderr
 
 
 @pytest.mark.parametrize(("kind", "more"), [
@@ -266,7 +282,7 @@ def test_llama_cpp_is_built_for_other_boxes_than_this(kind, more, tmp_path):
     nvcc.write_text("#!/bin/sh\necho 13.0\n")
     nvcc.chmod(0o755)
     text = SCRIPT.with_name("binary.sh").read_text()
-    begin, end = text.index("backend=${1"), text.index("work=")
+    begin, end = text.index("variant=${1"), text.index("work=")
     lib = SCRIPT.with_name("lib.sh")
     code = f'source "{lib}"\n{text[begin:end]}\nchoose_backend\nprintf "%s\\n" "${{cmake_args[@]}}"'
     env = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "CUDACXX": str(nvcc)}
