@@ -27,6 +27,7 @@ from pathlib import Path
 # Of every glibc system, so never brought along: it must be that of the box, which the dynamic loader belongs to.
 GLIBC = re.compile(r"(ld-linux-x86-64|libc|libm|libdl|libpthread|librt|libutil|libresolv|libanl)\.so(\.\d+)*")
 DRIVER = re.compile(r"lib(cuda|nvidia-ml|nvcuvid)\.so(\.\d+)*")
+COMPILER = re.compile(r"lib(gcc_s|gomp|stdc\+\+)\.so")
 PARTS = (
     ("CUDA's runtime", re.compile(r"lib(cudart|cublas|cublasLt|nccl)\.so")),
     ("llama.cpp", re.compile(r"llama_cpp/")),

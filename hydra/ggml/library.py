@@ -164,7 +164,8 @@ def _open(directory: Path, name: str) -> ctypes.CDLL:
         return ctypes.CDLL(str(path))
     except OSError as exc:
         raise LibraryError(
-            f"{path} cannot be loaded: {exc}.",
+            # In the one file, the loader's own words are the cause of another error.
+            f"{path} cannot be loaded: {exc.__cause__ or exc}.",
             f"Install llama-cpp-python {PINNED_PACKAGE} built with GGML_RPC=ON (build/test.sh does it).",
         ) from exc
 
