@@ -28,7 +28,7 @@ from hydra.peer.handles import HandleTable
 from hydra.peer.receiver import Receiver
 from hydra.peer.shared import SharedState
 from hydra.peer.stats import CommandStats
-from hydra.peer.weights import TensorKey
+from hydra.peer.weights import TensorKey, WeightFile
 from hydra.rpc import wire
 from hydra.rpc.wire import Command
 
@@ -251,23 +251,25 @@ class Transfers:
             self._send(Command.SET_TENSOR_HASH, b"\0")
             return
         with weight:
-            host = self._host(buffer)
-            at += offset
+            # It is verified, so the answer is known; the client hashes its next weight while this one is copied.
+            self._send(Command.SET_TENSOR_HASH, b"\1")
             place = self._place(wire.TENSOR_REGION.unpack(tensor)[1], at)
-            self.indices.wrote(place, place + extent - offset)
-            for piece in weight.pieces():
-                if host is not None:
-                    buffer.reached(at)
-                    host[at : at + len(piece)] = piece
-                else:
-                    # Pages of a mapping are not pinned: the call returns when they are copied, as pieces() requires.
-                    address = np.frombuffer(piece, dtype=np.uint8).ctypes.data
-                    self.ggml.ggml_backend_tensor_set_async(
-                        buffer.backend.handle, buffer.window, address, at, len(piece)
-                    )
-                    self._mark_queued(buffer.backend)
-                at += len(piece)
-        self._send(Command.SET_TENSOR_HASH, b"\1")
+            self.indices.wrote(place + offset, place + extent)
+            self._fill(buffer, at + offset, weight)
+
+    def _fill(self, buffer: Buffer, at: int, weight: WeightFile) -> None:
+        """Copies a kept weight to where it belongs."""
+        host = self._host(buffer)
+        for piece in weight.pieces():
+            if host is not None:
+                buffer.reached(at)
+                host[at : at + len(piece)] = piece
+            else:
+                # Pages of a mapping are not pinned: the call returns when they are copied, as pieces() requires.
+                address = np.frombuffer(piece, dtype=np.uint8).ctypes.data
+                self.ggml.ggml_backend_tensor_set_async(buffer.backend.handle, buffer.window, address, at, len(piece))
+                self._mark_queued(buffer.backend)
+            at += len(piece)
 
     def _get_tensor(self, size: int) -> None:
         receiver = self.receiver
