@@ -208,19 +208,21 @@ def test_it_comes_back_when_the_text_changes() -> None:
 
 
 def test_pieces_of_a_prompt_take_about_as_long_as_a_step() -> None:
-    def settled(cost: Callable[[int], float], step_s: float) -> int:
+    def settled(cost: Callable[[int], float], limit_s: float, least: int = 0) -> int:
         piece = PieceSize(32, 2048)
         piece.measured(2048, cost(2048))
         for _ in range(20):
-            size = piece.choose(step_s)
+            size = piece.choose(limit_s, least)
             piece.measured(size, cost(size))
-        return piece.choose(step_s)
+        return piece.choose(limit_s, least)
 
     assert PieceSize(32, 2048).choose(1.0) == 32
+    assert PieceSize(32, 2048).choose(1.0, 40) == 48
     assert PieceSize(32, 16).choose(1.0) == 16
     assert settled(lambda size: 0.005 * size, 0.02) == 32  # a CPU: the least there is
-    assert settled(lambda size: max(0.02, 0.0003 * size), 0.02) == 32 * 2  # a GPU: what costs no more than one token
-    assert settled(lambda size: 0.0001 * size, 0.02) == 128  # fast at reading: by time
+    assert settled(lambda size: 0.005 * size, 0.02, 50) == 64  # what goes with it wants more
+    assert settled(lambda size: max(0.02, 0.0003 * size), 0.025) == 64  # a GPU: what costs no more than one token
+    assert settled(lambda size: 0.0001 * size, 0.025) == 192  # fast at reading: by time
     assert settled(lambda _size: 0.001, 0.02) == 2048
 
 

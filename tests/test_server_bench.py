@@ -19,7 +19,7 @@ from tests.engine_support import toy, toy_language
 
 # Says what the exact model says, at 10 tokens a second.
 PROGRAM = '''#!{python}
-import json, sys
+import json, sys, time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 SUCCESSOR = {successor}
 class Handler(BaseHTTPRequestHandler):
@@ -37,6 +37,14 @@ class Handler(BaseHTTPRequestHandler):
         for _ in range(body["n_predict"]):
             last = SUCCESSOR[last]
             tokens.append(last)
+        if body.get("stream"):
+            self.send_response(200)
+            self.end_headers()
+            for token in tokens:
+                self.wfile.write(b'data: {{"tokens": [%d]}}\\n\\n' % token)
+                self.wfile.flush()
+                time.sleep(0.01)
+            return
         self.answer({{"tokens": tokens, "timings": {{"prompt_per_second": 100.0, "predicted_per_second": 10.0}}}})
 ThreadingHTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Handler).serve_forever()
 '''
@@ -70,6 +78,21 @@ def test_both_are_asked_the_same_and_the_ratio_is_theirs(programs: Path) -> None
         assert min(sample.accepted for sample in comparison.hydra) > 0
         assert len(comparison.row()) == len(server.COLUMNS)
         assert comparison.to_dict()["total_tps"]["hydra"] > 0
+    assert not found[0].paced
+    assert len(found[1].paces["stock"]) == 2  # hydra's toy may be done before the other prompt comes
+
+
+def test_the_pace_of_an_answer_beside_another_prompt(programs: Path) -> None:
+    long = dataclasses.replace(plan(programs), tokens=400)
+    with server.heads(long, "local", False) as both:
+        measured = {head[0]: server.pace(long, head, 1) for head in both}
+    stock, ours = measured["stock"], measured["hydra"]
+    assert stock is not None and ours is not None
+    assert stock.alone_s > 0.005
+    assert 0 < ours.median_s <= ours.longest_s
+    comparison = server.Comparison("local", False, 2, paces={"hydra": [ours], "stock": [stock]})
+    assert comparison.pace("hydra")["longest_s"] == pytest.approx(1e3 * ours.longest_s)
+    assert len(comparison.pace_row()) == len(server.PACE_COLUMNS)
 
 
 def test_another_answer_is_said(programs: Path) -> None:

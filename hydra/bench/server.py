@@ -14,6 +14,7 @@ Needs the programs that build/stock-server.sh makes. Knows processes and HTTP; n
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import statistics
 import tempfile
@@ -35,6 +36,8 @@ from hydra.errors import ConfigError, HydraError
 
 ANSWER_S, START_S = 300.0, 120.0
 LINE_FEED = 10
+RUNS_BEFORE = 8  # steps of an answer before another prompt comes
+SAME_STEP_S = 0.002  # tokens that come so close together are one step's
 Report = Callable[[str], None]
 Head = tuple[str, str, str]  # who, where its HTTP is, and the path that answers
 
@@ -81,6 +84,18 @@ class Sample:
 
 
 @dataclass
+class Pace:
+    """A running answer while another prompt is read: seconds between its steps before and meanwhile (the median and
+    the longest), and how long the other one waits for its first token.
+    """
+
+    alone_s: float
+    median_s: float
+    longest_s: float
+    first_s: float
+
+
+@dataclass
 class Comparison:
     """One place, MTP on or off, one or several requests."""
 
@@ -89,6 +104,12 @@ class Comparison:
     requests: int
     hydra: list[Sample] = field(default_factory=list)
     stock: list[Sample] = field(default_factory=list)
+    paces: dict[str, list[Pace]] = field(default_factory=lambda: {"hydra": [], "stock": []})
+
+    @property
+    def paced(self) -> bool:
+        """Whether the pace of a running answer was measured of both."""
+        return all(self.paces.values())
 
     def ratio(self, name: str) -> float:
         """Hydra over llama-server, the median of pairs."""
@@ -111,8 +132,20 @@ class Comparison:
             cells.append(f"{self.ratio(name):.2f}")
         return [*cells, "yes" if self.same else "no"]
 
+    def pace(self, who: str) -> dict[str, float]:
+        """Medians of what was measured, in milliseconds."""
+        return {name: 1e3 * statistics.median(getattr(pace, name) for pace in self.paces[who])
+                for name in Pace.__dataclass_fields__}
+
+    def pace_row(self) -> list[str]:
+        both = [self.pace(who) for who in ("stock", "hydra")]
+        cells = [" -> ".join(f"{pace[name]:.0f}" for pace in both) for name in Pace.__dataclass_fields__]
+        return [self.place, "on" if self.mtp else "off", *cells]
+
     def to_dict(self) -> dict[str, Any]:
         report: dict[str, Any] = {"place": self.place, "mtp": self.mtp, "requests": self.requests, "same": self.same}
+        if self.paced:
+            report["pace_ms"] = {who: self.pace(who) for who in self.paces}
         for name in ("prefill_tps", "decode_tps", "total_tps"):
             report[name] = {"hydra": self.median("hydra", name), "stock": self.median("stock", name),
                             "ratio": self.ratio(name), "hydra_all": [getattr(s, name) for s in self.hydra],
@@ -122,6 +155,7 @@ class Comparison:
 
 
 COLUMNS = ("place", "MTP", "requests", "prefill tok/s", "ratio", "decode tok/s", "ratio", "all tok/s", "ratio", "same")
+PACE_COLUMNS = ("place", "MTP", "step alone, ms", "meanwhile: median", "longest", "the other's first token, ms")
 
 
 def find_programs(given: Path | None) -> Path:
@@ -150,6 +184,9 @@ def run(plan: Plan, report: Report) -> list[Comparison]:
                     for pair in range(plan.pairs):
                         for head in both if pair % 2 == 0 else both[::-1]:
                             getattr(comparison, head[0]).append(ask(sized, head, pair + 1, requests))
+                            found = pace(sized, head, pair + 1) if requests > 1 else None
+                            if found is not None:
+                                comparison.paces[head[0]].append(found)
                 report(f"{place}, MTP {'on' if mtp else 'off'}, {requests} at once: decode "
                        f"{comparison.ratio('decode_tps'):.3f}, prefill {comparison.ratio('prefill_tps'):.3f}, all "
                        f"{comparison.ratio('total_tps'):.3f}")
@@ -306,6 +343,56 @@ def ask(plan: Plan, head: Head, seed: int, requests: int, tokens: int = 0) -> Sa
                   requests * count / seconds, sum(t.get("draft_n_accepted") or 0 for t in timings), answers)
 
 
+def pace(plan: Plan, head: Head, seed: int) -> Pace | None:
+    """One answer runs, then another prompt comes; None when the answer was over too soon to tell.
+
+    Raises: HydraError when the other one is refused.
+    """
+    import httpx
+
+    _who, url, path = head
+    came: list[float] = []
+    running, enough = threading.Event(), threading.Event()
+
+    def body(number: int, length: int, count: int, stream: bool) -> dict[str, Any]:
+        sized = replace(plan, prompt_tokens=length)
+        return {"prompt": prompt(sized, seed, 100 + number), "temperature": 0, "ignore_eos": True, "stream": stream,
+                "n_predict": count, "max_tokens": count, "cache_prompt": False, "return_tokens": True}
+
+    def run_on() -> None:
+        asked = body(0, 16, plan.tokens + plan.prompt_tokens, True)
+        with (contextlib.suppress(httpx.HTTPError), httpx.Client(trust_env=False, timeout=ANSWER_S) as client,
+              client.stream("POST", url + path, json=asked) as reply):
+            for line in reply.iter_lines():
+                if line.startswith("data: {"):
+                    came.append(time.perf_counter())
+                if len(came) > RUNS_BEFORE:
+                    running.set()
+                if enough.is_set():
+                    return
+        running.set()
+
+    thread = threading.Thread(target=run_on, daemon=True)
+    with httpx.Client(trust_env=False, timeout=ANSWER_S) as client:
+        thread.start()
+        running.wait(ANSWER_S)
+        sent = time.perf_counter()
+        reply = client.post(url + path, json=body(1, plan.prompt_tokens, 1, False))
+        done = time.perf_counter()
+    time.sleep(min(1.0, done - sent))  # the running answer's step in which the other one's token came
+    enough.set()
+    thread.join(ANSWER_S)
+    steps = [at for before, at in zip([0.0, *came], came, strict=False) if at - before > SAME_STEP_S]
+    gaps = list(itertools.pairwise(steps))
+    before = [b - a for a, b in gaps if b < sent]
+    meanwhile = [b - a for a, b in gaps if b > sent and a < done]
+    if reply.status_code != 200:
+        raise HydraError(f"{head[0]} did not answer: {reply.text[:300]}.")
+    if not before or not meanwhile:
+        return None
+    return Pace(statistics.median(before), statistics.median(meanwhile), max(meanwhile), done - sent)
+
+
 def command(
     model: Annotated[Path | None, typer.Option("--model", "-m", metavar="FILE", help="GGUF to measure with.")] = None,
     synthetic: Annotated[str, typer.Option("--synthetic", metavar="SHAPE", help="Make a model, such as tiny.")] = "",
@@ -339,6 +426,10 @@ def command(
     found = run(plan, console.note)
     console.table(COLUMNS, [comparison.row() for comparison in found])
     console.result("llama-server -> hydra, medians; ratio: hydra over llama-server, the median of pairs")
+    together = [comparison.pace_row() for comparison in found if comparison.paced]
+    if together:
+        console.table(PACE_COLUMNS, together)
+        console.result("a running answer while another prompt is read, llama-server -> hydra, medians")
     if as_json:
         setting = {**asdict(plan), "model": str(plan.model), "programs": str(plan.programs)}
         console.result_json({"setting": setting, "comparisons": [comparison.to_dict() for comparison in found]})

@@ -16,7 +16,6 @@ TIME_MEMORY = 0.8
 SWITCH_GAIN = 1.02  # a change of width makes new graphs, so it must promise something
 FIRST_PROBE, LAST_PROBE = 48, 384  # rounds between two tries while drafting does not pay
 WARM_UP = 2  # steps of a width before its time counts
-SLACK = 1.25  # a piece of a prompt may take so much longer than a step of the answers that wait for it
 REMEASURE = 256  # rounds after which a step without a draft is timed again
 
 
@@ -105,29 +104,33 @@ class StepCost:
 
 
 class PieceSize:
-    """How much of a prompt to read between two steps of running answers: about as long as such a step takes.
+    """How many tokens of prompts to decode at once: as many as take no longer than is allowed.
 
-    Sizes double from ``least``. A size that was not measured yet is taken to cost what half of it does, which is so
-    wherever reading weights takes the time; once tried, it is known.
+    Sizes are few: ``least``, half as much again, the double, and so on (16, 24, 32, 48, 64, …). One that was not
+    measured yet is taken to cost what the one before it does, which is so wherever reading weights takes the time; once
+    tried, it is known.
     """
 
     def __init__(self, least: int, most: int) -> None:
-        self._least = min(least, most)
-        self._most = most
+        self._sizes = [min(least, most)]
+        while (more := self._sizes[-1] * 3 // 2 if len(self._sizes) % 2 else self._sizes[-2] * 2) <= most:
+            self._sizes.append(more)
         self._cost = StepCost()
 
     def measured(self, size: int, seconds: float) -> None:
         """Counted for the largest of our sizes that it reaches."""
-        if size >= self._least:
-            step = self._least
-            while step * 2 <= size:
-                step *= 2
-            self._cost.add(step, seconds * step / size)
+        reached = [known for known in self._sizes if known <= size]
+        if reached:
+            self._cost.add(reached[-1], seconds * reached[-1] / size)
 
-    def choose(self, step_s: float) -> int:
-        size, known = self._least, self._cost.seconds
-        while size in known and size * 2 <= self._most and known.get(size * 2, known[size]) <= SLACK * step_s:
-            size *= 2
+    def choose(self, limit_s: float, least: int = 0) -> int:
+        """The size that still takes no longer than ``limit_s``; never below ``least``, as far as there is one."""
+        start = next((i for i, size in enumerate(self._sizes) if size >= least), len(self._sizes) - 1)
+        size, known = self._sizes[start], self._cost.seconds
+        for more in self._sizes[start + 1:]:
+            if size not in known or known.get(more, known[size]) > limit_s:
+                break
+            size = more
         return size
 
 
@@ -166,6 +169,10 @@ class DraftLength:
             self._probe_gap = self._until_probe = FIRST_PROBE
         self.current = best
         return best
+
+    def steady(self, acceptances: list[Acceptance]) -> int:
+        """The length for a round that tells nothing about costs, since more than these slots' tokens goes with it."""
+        return self._best(acceptances) if self.adaptive and acceptances else self.n_max
 
     def _best(self, acceptances: list[Acceptance]) -> int:
         rates = [self._tokens_per_s(n, acceptances) for n in range(self.n_max + 1)]

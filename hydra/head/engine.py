@@ -4,9 +4,9 @@ decode.
 Knows requests and slots. Does not know processes, frames, HTTP or hydra.toml.
 
 One step: take up waiting requests, draft for the decoding slots, decode one target batch (the drafts to be verified,
-and a bounded piece of the prompts still to be read), then sample each slot in turn until its draft and the target
-differ. Every token that leaves was sampled from the target by the request's own sampler, so drafting changes speed and
-nothing else.
+and, as reading.py says in the same one or in one after it, a bounded piece of the prompts still to be read), then
+sample each slot in turn until its draft and the target differ. Every token that leaves was sampled from the target by
+the request's own sampler, so drafting changes speed and nothing else.
 
 Source: docs/engine.md; common/speculative.cpp and tools/server/server-context.cpp of the pinned llama.cpp.
 """
@@ -20,15 +20,14 @@ from typing import Any
 
 from hydra.errors import EngineError, HydraError, RequestError
 
-from .adaptive import Acceptance, DraftLength, PieceSize
+from .adaptive import Acceptance, DraftLength
 from .cells import Cells
 from .llama import Batch, Context
 from .loading import Loaded, ProgressSink, load, n_threads, share
+from .reading import Pace, Part, parts
 from .sampling import Sampler, SamplingParams, logprobs
 from .slots import Chunk, Done, DraftStats, Event, Failed, Request, Slot
 from .spec import EngineSpec
-
-MIN_PREFILL_TOKENS = 16
 
 
 class Engine:
@@ -55,8 +54,8 @@ class Engine:
         self._lengths: dict[int, DraftLength] = {}  # by the number of decoding slots: costs differ
         self._overall = Acceptance(spec.draft.n_max)
         self._acceptance: dict[str, Acceptance] = {}
-        self._pieces = PieceSize(MIN_PREFILL_TOKENS, n_batch)
-        self._decode_s = 0.0
+        recurrent = self.model.recurrent
+        self._pace = Pace(n_batch if recurrent else self._target.n_ubatch, together=not recurrent)
         self.stats = DraftStats()
         self.steps = 0
         self.python_s = 0.0
@@ -176,11 +175,11 @@ class Engine:
         decoding = [slot for slot in self.slots if slot.decoding]
         filling = [slot for slot in self.slots if slot.filling]
         filling.sort(key=lambda slot: slot.request.admitted_at if slot.request else 0.0)
-        native_s = 0.0
+        native_s, n_decoded, read = 0.0, 0, False
         if decoding:
-            native_s += self._decode_step(decoding, events)
-        if filling:
-            native_s += self._prefill_step(filling, bool(decoding), events)
+            native_s, n_decoded, read = self._decode_step(decoding, filling, events)
+        if filling and not read:
+            native_s += self._prefill_step(filling, n_decoded, events)
         self.steps += 1
         if decoding and not filling:
             other_s = time.perf_counter() - started - native_s
@@ -256,13 +255,17 @@ class Engine:
             length = self._lengths[n_slots] = DraftLength(self.spec.draft.n_max, self.spec.draft.adaptive)
         return length
 
-    def _decode_step(self, slots: list[Slot], events: list[Event]) -> float:
-        """Draft, verify, sample. Returns the seconds spent in llama.cpp."""
+    def _decode_step(self, slots: list[Slot], filling: list[Slot], events: list[Event]) -> tuple[float, int, bool]:
+        """Draft, verify, sample; and read a piece of the ``filling`` slots' prompts in the same pass, where that is
+        one.
+
+        Returns the seconds spent in llama.cpp, the number of tokens verified, and whether prompts were read.
+        """
         slots = self._with_room(slots, events)
         if not slots:
-            return 0.0
+            return 0.0, 0, False
         length = self._length(len(slots))
-        drafts, draft_s = self._draft(slots, length)
+        drafts, draft_s = self._draft(slots, length, filling)
         batch = self._batch
         batch.clear()
         started = time.perf_counter()
@@ -274,22 +277,32 @@ class Engine:
                 drafts[slot.id].extend([0] * (max(guessed) - len(drafts[slot.id])))
         firsts = [batch.add([slot.next_token or 0, *drafts[slot.id]], len(slot.tokens), slot.id, output="all")
                   for slot in slots]
+        n = batch.n
+        pieces = self._beside(filling, draft_s)
         if self._target.decode(batch) != 0:
-            return self._no_room(slots, events)
-        self._cells.decoded()
+            return self._no_room([*slots, *(part.slot for part in pieces)], events), n, bool(pieces)
         self._target.wait()
         verify_s = time.perf_counter() - started
+        self._tell_drafter(pieces)
+        self._cells.decoded()
+        native_s = time.perf_counter() - started + draft_s
+        if pieces:
+            self._pace.read(batch.n, native_s - draft_s)
+            verify_s *= n / batch.n
+        else:
+            self._pace.decoded(n, native_s)
+            if self._drafter is not None:
+                length.measured(max(guessed), draft_s, verify_s)
+        if self._drafter is not None:
+            self.stats.draft_s += draft_s
+            self.stats.verify_s += verify_s
         for slot, first, real in zip(slots, firsts, guessed, strict=True):
             if slot.request is not None:
                 slot.request.draft.draft_s += draft_s / len(slots)
                 slot.request.draft.verify_s += verify_s / len(slots)
             self._accept(slot, first, drafts[slot.id], real, events)
-        if self._drafter is not None:
-            length.measured(max(guessed), draft_s, verify_s)
-            self.stats.draft_s += draft_s
-            self.stats.verify_s += verify_s
-        self._decode_s = draft_s + verify_s if not self._decode_s else 0.8 * self._decode_s + 0.2 * (draft_s + verify_s)
-        return draft_s + verify_s
+        self._have_read(pieces, events)
+        return native_s, n, bool(pieces)
 
     def _no_room(self, slots: list[Slot], events: list[Event]) -> float:
         """llama.cpp found no cells though ours say that there are some: the longest request ends, the others go on."""
@@ -315,8 +328,9 @@ class Engine:
                 kept.append(slot)
         return kept
 
-    def _draft(self, slots: list[Slot], length: DraftLength) -> tuple[dict[int, list[int]], float]:
-        """Guesses for each slot, and the seconds it took."""
+    def _draft(self, slots: list[Slot], length: DraftLength,
+               filling: list[Slot]) -> tuple[dict[int, list[int]], float]:
+        """Guesses for each slot, and the seconds it took. What is read beside them keeps its room."""
         none: dict[int, list[int]] = {slot.id: [] for slot in slots}
         if self._drafter is None:
             return none, 0.0
@@ -325,8 +339,11 @@ class Engine:
         if fixed:
             n = min(*fixed, self.spec.draft.n_max)
         else:
-            n = length.choose([self._acceptance[request.id] for request in requests])
+            choose = length.steady if filling and self._pace.together else length.choose
+            n = choose([self._acceptance[request.id] for request in requests])
         room = self.n_ctx - self._cells.used() - len(slots)
+        if self._pace.together:
+            room -= sum(len(slot.request.prompt) - len(slot.tokens) for slot in filling if slot.request is not None)
         n = min(n, room // len(slots), max(self._wanted(slot) - 1 for slot in slots))
         if n <= 0:
             return none, 0.0
@@ -422,46 +439,55 @@ class Engine:
 
     # -- reading prompts ---------------------------------------------------------------------------------------------
 
-    def _prefill_step(self, slots: list[Slot], others_decode: bool, events: list[Event]) -> float:
-        """Read a piece of the waiting prompts; bounded while others decode. Returns the seconds spent in llama.cpp."""
+    def _prefill_step(self, slots: list[Slot], n_decoded: int, events: list[Event]) -> float:
+        """Read a piece of the waiting prompts; bounded while others decode, of whom ``n_decoded`` tokens were just
+        verified. Returns the seconds spent in llama.cpp.
+        """
         budget = self._batch.capacity
-        if others_decode:
-            budget = min(budget, self._pieces.choose(self._decode_s))
-        batch = self._batch
-        batch.clear()
-        parts: list[tuple[Slot, list[int], int, bool]] = []
-        for slot in slots:
-            request = slot.request
-            if request is None or batch.n >= budget:
-                break
-            at = len(slot.tokens)
-            end = at + budget - batch.n
-            if at < request.checkpoint_at < end:
-                end = request.checkpoint_at
-            piece = request.prompt[at:end]
-            last = at + len(piece) == len(request.prompt)
-            first = batch.add(piece, at, slot.id, output="last" if last else "none")
-            parts.append((slot, piece, first, last))
+        if n_decoded:
+            budget = min(budget, self._pace.between(n_decoded))
+        self._batch.clear()
+        pieces = self._add(parts(slots, budget, equal=self.model.recurrent and n_decoded > 0))
         started = time.perf_counter()
-        if self._target.decode(batch) != 0:
-            return self._no_room(slots, events)
-        if self._drafter is not None:
-            for slot, piece, first, _last in parts:
-                after = len(slot.tokens) + len(piece)
-                prompt = slot.request.prompt if slot.request is not None else []
-                self._drafter.filled(slot.id, piece, first, prompt[after] if after < len(prompt) else None)
-            self._drafter.flush()
+        if self._target.decode(self._batch) != 0:
+            return self._no_room([part.slot for part in pieces], events)
+        self._tell_drafter(pieces)
         self._cells.decoded()
         self._target.wait()
         seconds = time.perf_counter() - started
-        self._pieces.measured(batch.n, seconds)
-        for slot, piece, first, last in parts:
-            slot.tokens.extend(piece)
+        if not self._pace.together:
+            self._pace.read(self._batch.n, seconds)
+        self._have_read(pieces, events)
+        return seconds
+
+    def _beside(self, slots: list[Slot], draft_s: float) -> list[Part]:
+        """Add to the batch of answers what is to be read in the same pass."""
+        n = self._batch.n
+        budget = min(self._pace.beside(n, draft_s), self.n_ctx - self._cells.used() - n) if slots else 0
+        return self._add(parts(slots, budget, equal=False))
+
+    def _add(self, pieces: list[Part]) -> list[Part]:
+        for part in pieces:
+            part.first = self._batch.add(part.tokens, len(part.slot.tokens), part.slot.id,
+                                         output="last" if part.last else "none")
+        return pieces
+
+    def _tell_drafter(self, pieces: list[Part]) -> None:
+        if self._drafter is None or not pieces:
+            return
+        for part in pieces:
+            self._drafter.filled(part.slot.id, part.tokens, part.first, part.following)
+        self._drafter.flush()
+
+    def _have_read(self, pieces: list[Part], events: list[Event]) -> None:
+        """Book what was read; a prompt that ends with it gives its answer's first token."""
+        for part in pieces:
+            slot = part.slot
+            slot.tokens.extend(part.tokens)
             if slot.request is not None and len(slot.tokens) == slot.request.checkpoint_at:
                 self._cells.keep(slot)
-            if last:
-                self._first_token(slot, first + len(piece) - 1, events)
-        return seconds
+            if part.last:
+                self._first_token(slot, part.first + len(part.tokens) - 1, events)
 
     def _first_token(self, slot: Slot, index: int, events: list[Event]) -> None:
         request = slot.request

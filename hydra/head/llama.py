@@ -511,6 +511,7 @@ class Context:
             raise DeviceError(f"A context of {n_ctx} tokens cannot be made: {self.log.why()}.",
                               'Use a smaller ctx_size, a quantised KV cache (cache_type_k/v = "q8_0"), or move layers.')
         self.n_ctx = int(c.llama_n_ctx(self.handle))
+        self.n_ubatch = int(c.llama_n_ubatch(self.handle))
         self.n_rs_seq = int(c.llama_n_rs_seq(self.handle))
         self._memory = c.llama_get_memory(self.handle)
         self._row = ctypes.c_float * model.vocab.n_tokens
