@@ -108,6 +108,11 @@ def test_interface(tmp_path, files, status, words):
     assert found.status == status and words in found.seen
 
 
+def test_an_interface_of_which_nothing_is_told_is_not_called_down(tmp_path):
+    found = network.judge_interface("x", network.interface("eth7", tmp_path))
+    assert found.status == "ok" and "speed not told, MTU not told" in found.seen
+
+
 def test_the_way_to_loopback():
     assert network.interface_to("127.0.0.1") == "lo"
     assert network.interface_to("no-such-box.invalid") == ""

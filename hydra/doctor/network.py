@@ -67,7 +67,8 @@ def interface(name: str, sys: Path = Path("/sys/class/net")) -> Interface:
 
     return Interface(name, max(0, number("speed")), text("duplex"), number("mtu"),
                      (folder / "wireless").exists() or (folder / "phy80211").exists(),
-                     text("operstate") in ("up", "unknown"),
+                     # Empty: a root without /sys, where nothing is told. A route leads through it, so it is up.
+                     text("operstate") in ("up", "unknown", ""),
                      number("statistics/rx_errors") + number("statistics/tx_errors"),
                      number("statistics/rx_packets") + number("statistics/tx_packets"))
 
@@ -77,7 +78,7 @@ def judge_interface(check: str, found: Interface) -> Finding:
              "speed not told"]
     if found.duplex and found.duplex != "unknown":
         parts.append(f"{found.duplex} duplex")
-    parts.append(f"MTU {found.mtu}")
+    parts.append(f"MTU {found.mtu}" if found.mtu else "MTU not told")
     words = ", ".join(parts)
     data = {"interface": found.name, "speed_mbit": found.speed_mbit, "duplex": found.duplex, "mtu": found.mtu,
             "wireless": found.wireless, "errors": found.errors}
