@@ -82,7 +82,8 @@ def test_both_are_asked_the_same_and_the_ratio_is_theirs(programs: Path) -> None
     assert len(found[1].paces["stock"]) == 2  # hydra's toy may be done before the other prompt comes
 
 
-def test_the_pace_of_an_answer_beside_another_prompt(programs: Path) -> None:
+def test_the_pace_of_an_answer_beside_another_prompt(programs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "SAME_STEP_S", 0.0)  # a toy's steps are that short
     long = dataclasses.replace(plan(programs), tokens=400)
     with server.heads(long, "local", False) as both:
         measured = {head[0]: server.pace(long, head, 1) for head in both}
