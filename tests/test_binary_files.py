@@ -272,6 +272,15 @@ def test_the_script_knows_its_kinds_and_refuses_others(tmp_path):
         assert done.returncode == 1 and "usage: build/binary.sh [cpu|cuda|FOLDER]" in done.stderr
 
 
+def test_of_a_folder_with_finished_libraries_nothing_is_built_for_cards(tmp_path):
+    (tmp_path / "libllama.so").touch()
+    text = SCRIPT.with_name("binary.sh").read_text()
+    code = text[text.index("variant=${1") : text.index("# Backends as plug-ins")] + 'echo "$variant $HYDRA_CUDA $libraries"'
+    done = subprocess.run(["/bin/bash", "-c", code, "binary.sh", "."], capture_output=True, text=True, timeout=30,
+                          cwd=tmp_path)
+    assert done.stdout == f"own 0 {tmp_path}\n"
+
+
 @pytest.mark.parametrize(("kind", "more"), [
     ("cpu", []),
     ("cuda", ["-DGGML_CUDA=ON", "-DCMAKE_CUDA_ARCHITECTURES=86;120", "-DGGML_CUDA_NCCL=OFF"]),
