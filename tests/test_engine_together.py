@@ -7,6 +7,11 @@ round differently for another width.
 
 from __future__ import annotations
 
+import socket
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -18,6 +23,7 @@ from hydra.head.sampling import SamplingParams
 from hydra.head.slots import Request, Slot
 from hydra.head.spec import Endpoint
 from hydra.peer.launch import start_peer
+from hydra.rpc.wire import Command
 from tests.engine_support import PROMPTS, Answer, answers_of, drain, take, toy, toy_language, toy_spec
 from tests.test_mtp_invariants import assert_same_or_near_tie
 
@@ -133,6 +139,66 @@ def test_over_a_peer_tokens_are_those_without(name: str, kind: str, monkeypatch:
             assert bool(watch.together) == (name != "toy")
     assert said[0] == said[1]
     assert len(said[0]) == len(ARRIVALS)
+
+
+@contextmanager
+def counting(port: int) -> Iterator[tuple[int, Counter[int]]]:
+    """A relay to the peer: its port, and how many messages of each command went through."""
+    counts: Counter[int] = Counter()
+
+    def pump(source: socket.socket, target: socket.socket, messages: bool) -> None:
+        head, left = b"", 0  # a message is its command, the length of what follows, and that
+        while data := source.recv(1 << 16):
+            target.sendall(data)
+            while messages and data:
+                if left:
+                    skipped = min(left, len(data))
+                    left, data = left - skipped, data[skipped:]
+                    continue
+                head, data = head + data[:9 - len(head)], data[9 - len(head):]
+                if len(head) == 9:
+                    counts[head[0]] += 1
+                    head, left = b"", int.from_bytes(head[1:], "little")
+        target.shutdown(socket.SHUT_WR)
+
+    def serve(listener: socket.socket) -> None:
+        while True:
+            try:
+                near, _ = listener.accept()
+            except OSError:
+                return
+            far = socket.create_connection(("127.0.0.1", port), timeout=10)
+            far.settimeout(None)
+            for side in (near, far):
+                side.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            for ends in ((near, far, True), (far, near, False)):
+                threading.Thread(target=pump, args=ends, daemon=True).start()
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=serve, args=(listener,), daemon=True).start()
+        yield listener.getsockname()[1], counts
+
+
+@pytest.mark.parametrize("name", ATTENTION)
+def test_answers_and_a_piece_are_one_graph_and_the_next_is_the_same(name: str) -> None:
+    """One graph on the peer for each such pass: it is one ubatch; and with the width held it is one that it has."""
+    with start_peer(device="CPU", threads=1) as peer, counting(peer.port) as (port, counts):
+        spec = toy_spec(toy(name), parallel=3, endpoints=(Endpoint("mini", f"127.0.0.1:{port}"),), layers={"mini": 2})
+        with Engine(spec) as engine:
+            force_together(engine)
+            params = SamplingParams.from_dict({"temperature": 0, "max_tokens": 60})
+            for id in ("one", "two"):
+                engine.submit(id, [97, 98], params)
+            engine.step()
+            engine.submit("reads", [97] * 170, params)
+            seen = []
+            for _ in range(5):
+                before = counts.copy()
+                engine.step()
+                made = counts - before
+                seen.append((made[Command.GRAPH_COMPUTE], made[Command.GRAPH_RECOMPUTE]))
+            drain(engine)
+    assert seen == [(1, 0), *[(0, 1)] * 4]
 
 
 def test_logits_for_those_rows_only_that_need_them(monkeypatch: pytest.MonkeyPatch) -> None:
