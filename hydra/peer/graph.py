@@ -21,6 +21,7 @@ Layouts: hydra.rpc.wire, hydra.ggml.abi. Source: ggml-rpc.cpp (graph_compute, cr
 from __future__ import annotations
 
 import ctypes
+from functools import cached_property
 
 import numpy as np
 
@@ -73,6 +74,35 @@ def _u64(words: np.ndarray, at: slice | np.ndarray, name: str) -> np.ndarray:
     rows = words.view(np.uint32).reshape(-1, _WORDS)
     copy = np.ascontiguousarray(rows[at, _COLUMNS[name]]).view(np.uint64)
     return copy if copy.shape[1] > 1 else copy[:, 0]
+
+
+class Message:
+    """A GRAPH_COMPUTE as it lies in the receive buffer, and its columns, each read when it is first asked for.
+
+    node_ids: u64[k]; words: the n tensors, 37 u64 each.
+    """
+
+    def __init__(self, node_ids: np.ndarray, words: np.ndarray, n_tensors: int) -> None:
+        self.node_ids, self.words = node_ids, words
+        self.shape = (len(node_ids), n_tensors)
+
+    @cached_property
+    def halves(self) -> np.ndarray:
+        """The tensors as u32[n, 74]."""
+        return self.words.view(np.uint32).reshape(-1, _WORDS)
+
+    @cached_property
+    def ids(self) -> np.ndarray:
+        """u64[n + 1]; the position -1 finds the id 0."""
+        return np.append(_u64(self.words, slice(None), "id"), np.uint64(0))
+
+    @cached_property
+    def sources(self) -> tuple[np.ndarray, np.ndarray]:
+        return _u64(self.words, slice(None), "src"), _u64(self.words, slice(None), "view_src")
+
+    @cached_property
+    def unplaced(self) -> np.ndarray:
+        return _u64(self.words, slice(None), "buffer") == 0
 
 
 class Arena:
@@ -137,43 +167,43 @@ class Arena:
         )
         self.graph = ctypes.addressof(self._cgraph)
 
-    def difference(self, node_ids: np.ndarray, words: np.ndarray) -> np.ndarray | None:
+    def difference(self, message: Message) -> np.ndarray | None:
         """Rows in which a message differs from the last one here; None when it is another graph altogether."""
-        if not self.built or not np.array_equal(node_ids, self._node_ids):
+        if not self.built or not np.array_equal(message.node_ids, self._node_ids):
             return None
         if self.shape[1] >= _SAMPLED_FROM:
             # A batch of another width differs in nearly every row. To see that, some are enough.
-            new, old = (rows.reshape(-1, wire.TENSOR_WORDS)[::_SAMPLE] for rows in (words, self._words))
+            new, old = (rows.reshape(-1, wire.TENSOR_WORDS)[::_SAMPLE] for rows in (message.words, self._words))
             if (new != old).any(1).mean() > _ANOTHER_PART:
                 return None
-        at = np.flatnonzero(self._words != words)
+        at = np.flatnonzero(self._words != message.words)
         if not len(at):
             return at
         rows = at // wire.TENSOR_WORDS
         return rows[np.flatnonzero(np.diff(rows, prepend=-1))]
 
-    def held(self, node_ids: np.ndarray, words: np.ndarray) -> bool:
+    def held(self, message: Message) -> bool:
         """Whether a message is the graph that was last here, but for its ids, its places and its names.
 
         It is then as right as that one in all that the rules ask of a topology.
         """
         if self.layout is None:
             return False
-        new, old = (rows.view(np.uint32).reshape(-1, _WORDS) for rows in (words, self._words))
-        if (new != old).any(0)[_KIND].any():
-            return False
-        ids = np.append(_u64(words, slice(None), "id"), np.uint64(0))  # the position -1 finds the id 0
+        new, old = message.halves, self._words.view(np.uint32).reshape(-1, _WORDS)
+        ids, (src, view_src) = message.ids, message.sources
+        # A batch of another width is another graph: some rows show that as well as all.
+        for some in (slice(0, None, _SAMPLE), slice(None)):
+            if not np.array_equal(ids[self.src[some]], src[some]) or (new[some] != old[some]).any(0)[_KIND].any():
+                return False
         return (
-            np.array_equal(ids[self.nodes], node_ids)
-            and np.array_equal(ids[self.src], _u64(words, slice(None), "src"))
-            and np.array_equal(ids[self.view_src], _u64(words, slice(None), "view_src"))
-            and np.array_equal(_u64(words, slice(None), "buffer") == 0, _u64(self._words, slice(None), "buffer") == 0)
+            np.array_equal(ids[self.nodes], message.node_ids)
+            and np.array_equal(ids[self.view_src], view_src)
+            and np.array_equal(message.unplaced, self.buf < 0)
         )
 
     def update(
         self,
-        node_ids: np.ndarray,
-        words: np.ndarray,
+        message: Message,
         changed: np.ndarray | None,
         handles: HandleTable,
         like: Arena | None = None,
@@ -184,7 +214,7 @@ class Arena:
         Raises: ProtocolError for ids, handles or addresses that do not resolve; the arena is then not to be used again.
         """
         if changed is not None and len(changed):
-            new = words.reshape(-1, wire.TENSOR_WORDS)[changed]
+            new = message.words.reshape(-1, wire.TENSOR_WORDS)[changed]
             kept = self._words.reshape(-1, wire.TENSOR_WORDS)
             old = kept[changed]
             if (new[:, 0] != old[:, 0]).any():
@@ -202,8 +232,8 @@ class Arena:
         if changed is None:
             self.built = False
             self.reshaped = None
-            self._words[:] = words
-            self._node_ids[:] = node_ids
+            self._words[:] = message.words
+            self._node_ids[:] = message.node_ids
             self._index_ids()
             self.moved_only = like is self
             if like is None:
@@ -350,14 +380,14 @@ class GraphStore:
         Raises: ProtocolError for counts that do not match the payload, and what Arena.update raises.
         """
         self.last = None
-        node_ids, words, n_tensors = self._parse(payload)
-        shape = (len(node_ids), n_tensors)
+        message = self._parse(payload)
+        shape, n_tensors = message.shape, message.shape[1]
         best: Arena | None = None
         best_rows: np.ndarray | None = None
         for arena in self.arenas:
             if arena.shape != shape:
                 continue
-            rows = arena.difference(node_ids, words)
+            rows = arena.difference(message)
             if rows is not None and (best_rows is None or len(rows) < len(best_rows)):
                 best, best_rows = arena, rows
                 if len(rows) <= REWRITE_PART * n_tensors:
@@ -366,16 +396,15 @@ class GraphStore:
         if best is None or best_rows is None or len(best_rows) > REWRITE_PART * n_tensors:
             best, best_rows = self._free_arena(shape), None
             same = [best, *(arena for arena in self.arenas if arena.shape == shape and arena is not best)]
-            like = next((arena for arena in same if arena.held(node_ids, words)), None)
+            like = next((arena for arena in same if arena.held(message)), None)
         self.arenas.remove(best)
         # An arena that this fails in is gone, and so is the connection.
-        best.update(node_ids, words, best_rows, handles, like)
+        best.update(message, best_rows, handles, like)
         self.arenas.insert(0, best)
         self.last = best
         return best
 
-    def _parse(self, payload: memoryview) -> tuple[np.ndarray, np.ndarray, int]:
-        """(node ids u64[k], tensor rows as u64 words, n_tensors), both where they lie in the payload."""
+    def _parse(self, payload: memoryview) -> Message:
         _, n_nodes = wire.GRAPH_HEAD.unpack_from(payload)
         at = wire.GRAPH_HEAD.size + 8 * n_nodes
         if n_nodes > wire.MAX_GRAPH_TENSORS or len(payload) < at + 4:
@@ -389,7 +418,7 @@ class GraphStore:
         if not n_nodes or n_nodes > n_tensors:
             raise ProtocolError(f"GRAPH_COMPUTE has {n_nodes} nodes and {n_tensors} tensors.")
         node_ids = np.frombuffer(payload, dtype="<u8", count=n_nodes, offset=8)
-        return node_ids, np.frombuffer(payload, dtype="<u8", offset=at + 4), n_tensors
+        return Message(node_ids, np.frombuffer(payload, dtype="<u8", offset=at + 4), n_tensors)
 
     def _free_arena(self, shape: tuple[int, int]) -> Arena:
         same = [arena for arena in self.arenas if arena.shape == shape]

@@ -118,40 +118,43 @@ def check_tensors(t: TensorTable) -> None:
     block, size = BLOCK_SIZE[types], TYPE_SIZE[types]
     _refuse(t, block > 0, "its type number {} was removed from ggml", t.type)
 
-    ne = t.ne
-    _refuse(t, ((ne >= 0) & (ne <= MAX_DIM)).all(1), "a dimension is below 0 or above 2^31-1")
-    _refuse(t, ne[:, 0] % block == 0, "ne[0] is not a multiple of the type's block")
-    _refuse(t, (t.nb < 2**62).all(1), "a stride is above 2^62 bytes")
-    nb = t.nb.astype(np.int64)
+    # By dimension: [4, n], so that numpy goes along the tensors and not along the four numbers of one.
+    ne = np.ascontiguousarray(t.ne.T)
+    _refuse(t, ((ne >= 0) & (ne <= MAX_DIM)).T, "a dimension is below 0 or above 2^31-1")
+    _refuse(t, ne[0] % block == 0, "ne[0] is not a multiple of the type's block")
+    strides = np.ascontiguousarray(t.nb.T)
+    _refuse(t, (strides < 2**62).T, "a stride is above 2^62 bytes")
+    nb = strides.astype(np.int64)
 
     # Products are first taken in floating point: where that is far below 2^62, the integer products cannot overflow.
     ne_float = ne.astype(np.float64)
-    rows_float = ne_float[:, 1] * ne_float[:, 2] * ne_float[:, 3]
+    rows_float = ne_float[1] * ne_float[2] * ne_float[3]
     _refuse(t, rows_float <= MAX_DIM, "it has more than 2^31-1 rows")
-    _refuse(t, rows_float * ne_float[:, 0] * size < _EXACT, "it is larger than 2^62 bytes")
-    reach_float = ((ne_float - 1) * nb).clip(0).sum(1) + ne_float[:, 0] * nb[:, 0]
+    _refuse(t, rows_float * ne_float[0] * size < _EXACT, "it is larger than 2^62 bytes")
+    reach_float = ((ne_float - 1) * nb).clip(0).sum(0) + ne_float[0] * nb[0]
     _refuse(t, reach_float < _EXACT, "it reaches further than 2^62 bytes")
 
-    rows = ne[:, 1] * ne[:, 2] * ne[:, 3]
-    elements = ne[:, 0] * rows
-    row_bytes = ne[:, 0] // block * size
+    rows = ne[1] * ne[2] * ne[3]
+    elements = ne[0] * rows
+    blocks = ne[0] // block
+    row_bytes = blocks * size
     packed = row_bytes * rows
-    steps = ((ne[:, 1:] - 1) * nb[:, 1:]).sum(1)
-    extent = np.where(block == 1, size + (ne[:, 0] - 1) * nb[:, 0], ne[:, 0] // block * nb[:, 0]) + steps
+    steps = ((ne[1:] - 1) * nb[1:]).sum(0)
+    extent = np.where(block == 1, size + (ne[0] - 1) * nb[0], blocks * nb[0]) + steps
     extent[elements == 0] = 0
 
-    natural_nb = np.empty((n, 4), np.int64)
-    natural_nb[:, 0] = size
-    natural_nb[:, 1] = row_bytes
-    natural_nb[:, 2] = row_bytes * ne[:, 1]
-    natural_nb[:, 3] = natural_nb[:, 2] * ne[:, 2]
+    natural_nb = np.empty((4, n), np.int64)
+    natural_nb[0] = size
+    natural_nb[1] = row_bytes
+    natural_nb[2] = row_bytes * ne[1]
+    natural_nb[3] = natural_nb[2] * ne[2]
     exact = nb == natural_nb
     one = ne == 1
     # The wire cuts strides to 32 bits: of a tensor above 4 GiB, a stride that no kernel steps by arrives cut.
     cut = one & (nb == (natural_nb & _U32))
 
-    _refuse(t, (cut | (nb % size[:, None] == 0)).all(1), "a stride is not a whole number of its type's blocks")
-    _refuse(t, (one | (nb > 0) | (elements == 0)[:, None]).all(1), "a stride of 0 would repeat elements")
+    _refuse(t, (cut | (nb % size == 0)).T, "a stride is not a whole number of its type's blocks")
+    _refuse(t, (one | (nb > 0) | (elements == 0)).T, "a stride of 0 would repeat elements")
 
     is_view = t.view_src >= 0
     _refuse(t, (t.view_src < n) & (t.view_src >= -1), "the tensor it is a view of does not exist")
@@ -170,22 +173,18 @@ def check_tensors(t: TensorTable) -> None:
         "it reaches outside the tensor that it is a view of ({} bytes)",
         source_extent,
     )
-    row_ok = ne[:, 0] == block
-    unit = nb[:, 0] == size
-    tight_0 = row_ok | unit
-    tight_1 = one[:, 1] | exact[:, 1]
+    unit = nb[0] == size
+    tight_0 = (ne[0] == block) | unit
     t.layout = Layout(
         type=types,
-        nb=nb,
+        nb=np.ascontiguousarray(nb.T),
         elements=elements,
         type_size=size,
         extent=extent,
         packed=packed,
-        natural=(exact | cut).all(1),
-        contiguous=tight_0 & tight_1 & (one[:, 2] | exact[:, 2]) & (one[:, 3] | exact[:, 3]),
-        contiguous_1=tight_0
-        & (one[:, 2] | (nb[:, 2] == ne[:, 1] * nb[:, 1]))
-        & (one[:, 3] | (nb[:, 3] == ne[:, 1] * nb[:, 1] * ne[:, 2])),
+        natural=(exact | cut).all(0),
+        contiguous=tight_0 & (one[1] | exact[1]) & (one[2] | exact[2]) & (one[3] | exact[3]),
+        contiguous_1=tight_0 & (one[2] | (nb[2] == ne[1] * nb[1])) & (one[3] | (nb[3] == ne[1] * nb[1] * ne[2])),
         contiguous_rows=tight_0,
         unit=unit,
         root=root,
@@ -307,7 +306,7 @@ def check_graph(t: TensorTable) -> None:
     if not ((nodes >= 0) & (nodes < n)).all():
         raise ProtocolError(f"A graph node stands for a tensor that is not among its {n} tensors.", _HINT)
     _refuse(t, t.op < OP_COUNT, "its operation number {} is unknown", t.op)
-    _refuse(t, ((t.src >= -1) & (t.src < n)).all(1), "a source does not exist")
+    _refuse(t, (t.src >= -1) & (t.src < n), "a source does not exist")
     _refuse(t, (t.flags >= 0) & (t.flags < 32), "its flags {} are unknown", t.flags)
 
     position = np.full(n, -1, np.int64)
@@ -322,19 +321,19 @@ def check_graph(t: TensorTable) -> None:
     too_late = present & (position[sources] >= order[:, None])
     # ggml_cast names its own result as its second source
     too_late[:, 1] &= ~((ops == OP["CPY"]) & (sources[:, 1] == nodes))
-    _refuse_node(t, ~too_late.any(1), "it needs a node that comes after it")
+    _refuse_node(t, ~too_late, "it needs a node that comes after it")
     view = t.view_src[nodes]
     _refuse_node(t, (view < 0) | (position[view] < order), "it is a view of a node that comes after it")
     _check_acyclic(t)
 
     known = op_rules.ALLOWED[ops]
     _refuse_node(t, known, "this peer does not run that operation")
-    _refuse_node(t, (present | ~op_rules.REQUIRED[ops]).all(1), "a source is missing")
-    _refuse_node(t, (~present | op_rules.POSSIBLE[ops]).all(1), "it has more sources than its operation takes")
+    _refuse_node(t, present | ~op_rules.REQUIRED[ops], "a source is missing")
+    _refuse_node(t, ~present | op_rules.POSSIBLE[ops], "it has more sources than its operation takes")
     computes = ~IS_VIEW_OP[ops]
     usable = (t.buf >= 0) | (layout.elements == 0)
     _refuse_node(t, ~computes | usable[nodes], "its result has no buffer")
-    _refuse_node(t, ~computes | (~present | usable[sources]).all(1), "a source has no buffer")
+    _refuse_node(t, ~computes[:, None] | ~present | usable[sources], "a source has no buffer")
     if t.use_count is not None:
         # Of nodes alone: the client counts no uses of what another part of the split graph computes.
         uses = np.bincount(sources[present], minlength=n)
@@ -366,7 +365,7 @@ def check_alloc_query(t: TensorTable) -> None:
     ops = t.op[:1].astype(np.int64)
     present = t.src[:1] >= 0
     _refuse_node(t, op_rules.ALLOWED[ops], "this peer does not run that operation")
-    _refuse_node(t, (present | ~op_rules.REQUIRED[ops]).all(1), "a source is missing")
+    _refuse_node(t, present | ~op_rules.REQUIRED[ops], "a source is missing")
     if ops[0] in op_rules.SIZED_BY_SOURCES:
         op_rules.check(op_rules.Batch(t, layout, int(ops[0]), t.nodes[:1], np.zeros(1, np.int64)))
 
@@ -456,7 +455,7 @@ def _check_acyclic(t: TensorTable) -> None:
     parents = np.concatenate([t.src, t.view_src[:, None]], axis=1)
     is_self = parents == own
     is_self[:, 1] &= t.op != OP["CPY"]
-    _refuse(t, ~is_self.any(1), "it is its own source")
+    _refuse(t, ~is_self, "it is its own source")
     if (parents <= own).all():  # the stock client sends sources first
         return
     waiting = np.where(parents == own, -1, parents)
@@ -481,8 +480,13 @@ def _check_acyclic(t: TensorTable) -> None:
 
 
 def _refuse(t: TensorTable, ok: Verdict, why: str, value: NDArray[Any] | None = None) -> None:
+    """ok: bool[n], or bool[n, m] where all m have to hold."""
     if not ok.all():
-        _fail(t, int(np.argmin(ok)), why, value)
+        _fail(t, _first_wrong(ok), why, value)
+
+
+def _first_wrong(ok: Verdict) -> int:
+    return int(np.argmin(ok.all(1) if isinstance(ok, np.ndarray) and ok.ndim == 2 else ok))
 
 
 def _fail(t: TensorTable, row: int, why: str, value: NDArray[Any] | None) -> NoReturn:
@@ -495,7 +499,7 @@ def _fail(t: TensorTable, row: int, why: str, value: NDArray[Any] | None) -> NoR
 
 def _refuse_node(t: TensorTable, ok: Verdict, why: str) -> None:
     if not ok.all():
-        at = int(np.argmin(ok))
+        at = _first_wrong(ok)
         row = int(t.nodes[at])
         raise ProtocolError(
             f"Graph node {at}, {op_name(int(t.op[row]))} (tensor {row}) {t.describe(row)}: {why}.", _HINT
