@@ -276,8 +276,9 @@ def test_of_a_folder_with_finished_libraries_nothing_is_built_for_cards(tmp_path
     (tmp_path / "libllama.so").touch()
     text = SCRIPT.with_name("binary.sh").read_text()
     begin, end = text.index("variant=${1"), text.index("# Backends as plug-ins")
-    done = subprocess.run(["/bin/bash", "-c", f'{text[begin:end]}echo "$variant $HYDRA_CUDA $libraries"', "binary.sh", "."],
-                          capture_output=True, text=True, timeout=30, cwd=tmp_path)
+    code = f'{text[begin:end]}echo "$variant $HYDRA_CUDA $libraries"'
+    done = subprocess.run(["/bin/bash", "-c", code, "binary.sh", "."], capture_output=True, text=True, timeout=30,
+                          cwd=tmp_path)
     assert done.stdout == f"own 0 {tmp_path}\n"
 
 
