@@ -1,9 +1,9 @@
 """What hydra's peer itself costs per message, apart from the arithmetic: graphs made to be almost free to compute.
 
 A chain of 1,000 additions of 64 numbers, 2,000 tensors in all, is sent to a peer of its own on the CPU, new, with 50
-rows moved or of another shape, and again; the peer's own clock times each message. Computing the chain takes some hundred µs, the same
-for all three, and GRAPH_RECOMPUTE of it is nothing else: what a GRAPH_COMPUTE takes beyond that is the rebuild and
-the check. Knows the messages' layouts (hydra.rpc) and nothing of how the peer does it.
+rows moved or of another shape, and again; the peer's own clock times each message. Computing the chain takes some
+hundred µs, the same for all of them, and GRAPH_RECOMPUTE of it is nothing else: what a GRAPH_COMPUTE takes beyond that
+is the rebuild and the check. Knows the messages' layouts (hydra.rpc) and nothing of how the peer does it.
 """
 
 from __future__ import annotations
