@@ -88,6 +88,20 @@ def test_what_is_said_is_known_whoever_arrives(name: str, kind: str, slots: int,
     assert max(watch.together) <= most  # so that it is one pass
 
 
+@pytest.mark.parametrize(("kind", "exact"), [("none", True), ("mtp", True), ("mtp", False)])
+def test_a_recurrent_memory_reads_apart(kind: str, exact: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hybrid model, as it is served: pieces in passes of their own, of one length each where there are two."""
+    path = toy(exact=exact)
+    alone = answers_of(toy_spec(path), [text for _at, text in ARRIVALS], logprobs=5)
+    with Engine(toy_spec(path, kind, parallel=4)) as engine:
+        watch = Watch(engine, monkeypatch)
+        answers = staggered(engine, logprobs=5)
+    assert not watch.together
+    for number, plain in enumerate(alone):
+        assert_same_or_near_tie(plain, answers[str(number)])
+        assert not exact or answers[str(number)].tokens == plain.tokens
+
+
 @pytest.mark.parametrize("name", ATTENTION)
 @pytest.mark.parametrize("kind", ["none", "lookup"])
 def test_with_every_weight_in_play(name: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
