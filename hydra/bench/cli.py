@@ -14,6 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from hydra.bench import linkbench
+from hydra.bench.options import HALF_OF_THE_CORES, Threads
 from hydra.errors import ConfigError
 
 app = typer.Typer(
@@ -38,7 +39,6 @@ Device = Annotated[str, typer.Option("--device", metavar="NAME", help="The peer'
 HeadDevice = Annotated[
     str, typer.Option("--head-device", metavar="NAME", help="The head's ggml device (else as --device).")
 ]
-Threads = Annotated[int, typer.Option("--threads", "-t", metavar="N", min=1, help="CPU threads of peer and head each.")]
 Tokens = Annotated[int, typer.Option("--tokens", "-n", metavar="N", min=1, help="Tokens to decode in each run.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Report as one JSON object, the last line of stdout.")]
 
@@ -94,7 +94,7 @@ def peer_command(
     ] = "",
     device: Device = "CPU",
     head_device: HeadDevice = "",
-    threads: Threads = 2,
+    threads: Threads = HALF_OF_THE_CORES,
     tokens: Tokens = 64,
     prompts: Annotated[str, typer.Option("--prompts", metavar="N,N", help="Prompt lengths for prefill.")] = "512,2048",
     verify: Annotated[int, typer.Option("--verify", metavar="N", min=0, help="Verify steps of 4 tokens each.")] = 32,
@@ -172,7 +172,7 @@ def nagle_command(
     model: ModelFile = None,
     synthetic: Synthetic = "",
     device: Device = "CPU",
-    threads: Threads = 2,
+    threads: Threads = HALF_OF_THE_CORES,
     tokens: Tokens = 100,
     as_json: AsJson = False,
 ) -> None:
@@ -206,7 +206,7 @@ def wire_command(
     model: ModelFile = None,
     synthetic: Synthetic = "",
     device: Device = "CPU",
-    threads: Threads = 2,
+    threads: Threads = HALF_OF_THE_CORES,
     tokens: Tokens = 64,
     prompt: Annotated[int, typer.Option("--prompt", metavar="N", min=0, help="Prompt tokens before the decode.")] = 512,
     own: Annotated[bool, typer.Option("--own/--no-own", help="Time the peer's own part of a message too.")] = True,
@@ -266,7 +266,7 @@ def explain_command(
     layers: Annotated[int, typer.Option("--layers", metavar="N", help="Layers on the peer (-1: half of them).")] = -1,
     device: Device = "CPU",
     head_device: HeadDevice = "",
-    threads: Threads = 2,
+    threads: Threads = HALF_OF_THE_CORES,
     tokens: Tokens = 64,
     ctx_size: Annotated[int, typer.Option("--ctx-size", "-c", metavar="N", help="Context in tokens.")] = 4096,
     cache_type: Annotated[

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from hydra.bench.options import HALF_OF_THE_CORES, Threads
 from hydra.errors import ConfigError, HydraError
 
 if TYPE_CHECKING:
@@ -288,7 +289,7 @@ def command(
     turns: Annotated[int, typer.Option("--turns", metavar="N", min=1, help="Turns that each way takes.")] = 5,
     steps: Annotated[int, typer.Option("--steps", metavar="N", min=1, help="Steps of a turn.")] = 6,
     device: Annotated[str, typer.Option("--device", metavar="NAME", help="The peer's ggml device.")] = "CPU",
-    threads: Annotated[int, typer.Option("--threads", "-t", metavar="N", min=1, help="CPU threads of each.")] = 2,
+    threads: Threads = HALF_OF_THE_CORES,
     resume: Annotated[
         Path | None,
         typer.Option("--resume", metavar="FILE", help="Keep each row in FILE as it is measured, and go on from there."),

@@ -21,6 +21,7 @@ from typing import Annotated, Any
 
 import typer
 
+from hydra.bench.options import HALF_OF_THE_CORES, Threads
 from hydra.errors import EngineError, HydraError
 
 LOAD_TIMEOUT_S = 1800.0
@@ -263,7 +264,7 @@ def command(
     prompt: Annotated[int, typer.Option("--prompt", metavar="N", min=32, help="Prompt tokens.")] = 512,
     parallel: Annotated[int, typer.Option("--parallel", "-np", metavar="N", min=1, help="Requests at once.")] = 1,
     device: Annotated[str, typer.Option("--device", metavar="NAME", help="ggml device of head and peer.")] = "CPU",
-    threads: Annotated[int, typer.Option("--threads", "-t", metavar="N", min=1, help="CPU threads of each.")] = 2,
+    threads: Threads = HALF_OF_THE_CORES,
     layers: Annotated[int, typer.Option("--layers", metavar="N", help="Layers on the peer (-1: by memory).")] = -1,
     ctx_size: Annotated[int, typer.Option("--ctx-size", "-c", metavar="N", help="Context (0: what is needed).")] = 0,
     cache_type: Annotated[str, typer.Option("--cache-type", metavar="T", help="KV cache: f16, q8_0.")] = "f16",

@@ -28,6 +28,7 @@ from typing import Annotated, Any
 
 import typer
 
+from hydra.bench.options import HALF_OF_THE_CORES, Threads
 from hydra.bench.pairs import Setting, start
 from hydra.bench.process import Child, free_port, start_hydra
 from hydra.bench.resident import LlamaServer
@@ -403,7 +404,7 @@ def command(
     pairs: Annotated[int, typer.Option("--pairs", metavar="N", min=1, help="Pairs of runs, in turn.")] = 4,
     tokens: Annotated[int, typer.Option("--tokens", "-n", metavar="N", min=8, help="Tokens of each answer.")] = 64,
     prompt: Annotated[int, typer.Option("--prompt", metavar="N", min=8, help="Prompt tokens.")] = 256,
-    threads: Annotated[int, typer.Option("--threads", "-t", metavar="N", min=1, help="CPU threads of each.")] = 1,
+    threads: Threads = HALF_OF_THE_CORES,
     device: Annotated[str, typer.Option("--device", metavar="NAME", help="ggml device: CPU, CUDA0.")] = "CPU",
     layers: Annotated[int, typer.Option("--layers", metavar="N", help="Layers on the peer (-1: half).")] = -1,
     cache_type: Annotated[str, typer.Option("--cache-type", metavar="T", help="KV cache: f16, q8_0.")] = "f16",
