@@ -132,7 +132,7 @@ def test_one_connection_too_many_is_refused_at_once(caplog: pytest.LogCaptureFix
         with Client("127.0.0.1", running.port), Client("127.0.0.1", running.port):
             with pytest.raises(PeerError, match="closed|went away"):
                 Client("127.0.0.1", running.port)
-            assert "2 heads are connected already" in caplog.text
+            wait_for(lambda: "2 heads are connected already" in caplog.text)
         wait_for(lambda: not running._active)
         with Client("127.0.0.1", running.port) as again:
             assert again.device_count() == 1
