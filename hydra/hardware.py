@@ -1,4 +1,5 @@
-"""This box's devices for `hydra ps`: what the driver says of its GPUs, else what the kernel says of its memory.
+"""This box's devices for `hydra ps`: what the driver says of its GPUs, else what the kernel says of its memory; and
+how many cores there are.
 
 Never loads llama.cpp: the processes that tell (the head's parent, the peer's listener) must not. nvidia-ml-py is an
 extra; without it or without a driver there is the CPU.
@@ -7,12 +8,11 @@ extra; without it or without a driver there is the CPU.
 from __future__ import annotations
 
 import logging
+import os
 import re
 import threading
 import time
 from typing import Any
-
-import psutil
 
 log = logging.getLogger("hydra.hardware")
 FIGURES = ("memory_used", "memory_total", "utilisation", "temperature")
@@ -22,6 +22,11 @@ _FRESH_S = 1.0
 _PATIENCE_S = 1.0  # a driver whose card has failed may never return; /health has to, all the same
 _last: tuple[float, list[dict[str, Any]]] = (0.0, [])
 _asking: threading.Thread | None = None
+
+
+def usable_cores() -> int:
+    """The CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def local_devices() -> list[dict[str, Any]]:
@@ -96,6 +101,8 @@ def _maybe(nvml: Any, ask: Any) -> int | None:
 
 
 def _cpu() -> dict[str, Any]:
+    import psutil
+
     memory = psutil.virtual_memory()
     return {
         "name": "CPU",

@@ -312,6 +312,12 @@ def prompt(plan: Plan, seed: int, number: int) -> list[int]:
     return [*map(int, made), LINE_FEED]
 
 
+def request(plan: Plan, seed: int, number: int, tokens: int) -> dict[str, Any]:
+    """What either head is sent for ``tokens`` tokens after the prompt of that number."""
+    return {"prompt": prompt(plan, seed, number), "temperature": 0, "ignore_eos": True, "return_tokens": True,
+            "n_predict": tokens, "max_tokens": tokens, "cache_prompt": False}
+
+
 def ask(plan: Plan, head: Head, seed: int, requests: int, tokens: int = 0) -> Sample:
     """``requests`` prompts at once. Raises: HydraError when one is refused or not answered in time."""
     import httpx
@@ -322,8 +328,7 @@ def ask(plan: Plan, head: Head, seed: int, requests: int, tokens: int = 0) -> Sa
     with httpx.Client(trust_env=False, timeout=ANSWER_S) as client:
 
         def one(number: int) -> None:
-            body = {"prompt": prompt(plan, seed, number), "temperature": 0, "ignore_eos": True, "return_tokens": True,
-                    "n_predict": count, "max_tokens": count, "cache_prompt": False}
+            body = request(plan, seed, number, count)
             with contextlib.suppress(httpx.HTTPError, ValueError):
                 replies[number] = client.post(url + path, json=body).json()
 
@@ -355,13 +360,9 @@ def pace(plan: Plan, head: Head, seed: int) -> Pace | None:
     came: list[float] = []
     running, enough = threading.Event(), threading.Event()
 
-    def body(number: int, length: int, count: int, stream: bool) -> dict[str, Any]:
-        sized = replace(plan, prompt_tokens=length)
-        return {"prompt": prompt(sized, seed, 100 + number), "temperature": 0, "ignore_eos": True, "stream": stream,
-                "n_predict": count, "max_tokens": count, "cache_prompt": False, "return_tokens": True}
-
     def run_on() -> None:
-        asked = body(0, 16, plan.tokens + plan.prompt_tokens, True)
+        short = replace(plan, prompt_tokens=16)
+        asked = {**request(short, seed, 100, plan.tokens + plan.prompt_tokens), "stream": True}
         with (contextlib.suppress(httpx.HTTPError), httpx.Client(trust_env=False, timeout=ANSWER_S) as client,
               client.stream("POST", url + path, json=asked) as reply):
             for line in reply.iter_lines():
@@ -378,7 +379,7 @@ def pace(plan: Plan, head: Head, seed: int) -> Pace | None:
         thread.start()
         running.wait(ANSWER_S)
         sent = time.perf_counter()
-        reply = client.post(url + path, json=body(1, plan.prompt_tokens, 1, False))
+        reply = client.post(url + path, json=request(plan, seed, 101, 1))
         done = time.perf_counter()
     time.sleep(min(1.0, done - sent))  # the running answer's step in which the other one's token came
     enough.set()

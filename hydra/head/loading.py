@@ -5,13 +5,13 @@ Knows placement and memory; does not know requests. What can fail fails here, be
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from hydra.errors import ModelError
+from hydra.hardware import usable_cores
 
 from . import memory, placement
 from .draft import Drafter, MtpDrafter, batch_capacity
@@ -80,7 +80,7 @@ class Loaded:
 
 def n_threads(asked: int) -> int:
     """CPU threads: as asked, or one for each core this process may use."""
-    return asked or len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else asked or os.cpu_count() or 1
+    return asked or usable_cores()
 
 
 def load(spec: EngineSpec, progress: ProgressSink | None = None) -> Loaded:

@@ -27,7 +27,7 @@ _KEPT = frozenset(("root", "memo"))  # of a Layout: not what a change of shapes 
 
 def recheck(t: TensorTable, layout: Layout, changed: Ints) -> tuple[Layout, Ints] | None:
     """The layout of a graph whose rows ``changed`` have other shapes, strides, parameters or view offsets than when it
-    had ``layout``, and the positions i64[k] in t.nodes that a device has to be asked about again.
+    had ``layout``, and the nodes i64[k] (rows) that a device has to be asked about again.
 
     All else of those rows must be as it was, but for where they lie. None when it is not that simple, or when a rule
     refuses it: check_tensors and check_graph then have the answer, and the words for it. Where the tensors lie is left
@@ -38,10 +38,10 @@ def recheck(t: TensorTable, layout: Layout, changed: Ints) -> tuple[Layout, Ints
     views = np.flatnonzero(t.view_src >= 0)
     touched[views[touched[t.view_src[views]]]] = True
     with_none = np.append(touched, False)  # the row -1 is no source
-    asked = touched[t.nodes] | with_none[t.src[t.nodes]].any(1)
-    nodes = t.nodes[asked]
-    needed = touched.copy()
-    needed[nodes] = True
+    nodes = t.nodes[touched[t.nodes] | with_none[t.src[t.nodes]].any(1)]
+    affected = touched.copy()
+    affected[nodes] = True
+    needed = affected.copy()
     sources = t.src[nodes]
     needed[sources[sources >= 0]] = True
     roots = t.view_src[needed]
@@ -53,18 +53,11 @@ def recheck(t: TensorTable, layout: Layout, changed: Ints) -> tuple[Layout, Ints
         new = part.layout
         if new is None or ((new.elements == 0) != (layout.elements[rows] == 0)).any():
             return None
-        positions = np.flatnonzero(asked)
         for number, group in rules.by_operation(part.op[part.nodes].astype(np.int64)):
-            op_rules.check(op_rules.Batch(part, new, number, part.nodes[group], positions[group]))
+            op_rules.check(op_rules.Batch(part, new, number, part.nodes[group], group))
     except ProtocolError:
         return None
-    return _merged(t, layout, new, rows, touched | _mask(len(t), nodes)), positions
-
-
-def _mask(n: int, rows: Ints) -> rules.Mask:
-    mask = np.zeros(n, np.bool_)
-    mask[rows] = True
-    return mask
+    return _merged(t, layout, new, rows, affected), nodes
 
 
 def _part(t: TensorTable, rows: Ints, nodes: Ints) -> TensorTable:

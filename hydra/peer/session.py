@@ -351,9 +351,9 @@ class Session(Transfers):
         if arena.reshaped is not None and arena.changed is not None:
             found = recheck(table, arena.reshaped, arena.changed)
             if found is not None:
-                arena.layout, positions = found
+                arena.layout, nodes = found
                 rules.check_placement(table, arena.layout)
-                self._check_supported(arena, table, backend, positions)
+                self._check_supported(arena, table, backend, nodes)
                 return
         key = (index, rules.topology_key(table))
         arena.layout = known.get(key)
@@ -362,16 +362,16 @@ class Session(Transfers):
             return
         rules.check_tensors(table)
         rules.check_graph(table)
-        self._check_supported(arena, table, backend, np.arange(len(arena.nodes)))
+        self._check_supported(arena, table, backend, arena.nodes)
         if len(known) >= MAX_TOPOLOGIES:
             known.clear()
         arena.layout = known[key] = table.layout
 
-    def _check_supported(self, arena: Arena, table: rules.TensorTable, backend: Backend, positions: np.ndarray) -> None:
+    def _check_supported(self, arena: Arena, table: rules.TensorTable, backend: Backend, nodes: np.ndarray) -> None:
         """That the device has the operations of these nodes, for the tensors that they have."""
         supports = self.ggml.ggml_backend_dev_supports_op
         device = backend.device.handle
-        for row in arena.nodes[positions].tolist():
+        for row in nodes.tolist():
             if not supports(device, arena.address + row * abi.TENSOR_SIZE):
                 name = ops.op_name(int(table.op[row]))
                 raise ProtocolError(f"Graph tensor {row} ({name}): {backend.device.name} does not have this operation.")
